@@ -7,7 +7,7 @@ vLLM 0.32.0 and the llama.cpp of the sdist llama-cpp-python 0.3.36.
 import math
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -84,11 +84,7 @@ def _vllm_body(model: str, request: Request, sampling: Sampling) -> dict[str, An
         "model": model,
         "prompt": list(request.prompt_ids),
         "max_tokens": request.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
+        **asdict(sampling),
         "return_token_ids": True,
     }
 
@@ -102,10 +98,7 @@ def _llama_body(request: Request, sampling: Sampling) -> dict[str, Any]:
     return {
         "prompt": list(request.prompt_ids),
         "n_predict": request.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
+        **{key: value for key, value in asdict(sampling).items() if key != "repetition_penalty"},
         "repeat_penalty": sampling.repetition_penalty,
         "repeat_last_n": len(request.prompt_ids) + request.max_new_tokens,
         "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],

@@ -23,25 +23,13 @@ _ROW_KEYS = (
 )
 _TURN_KEYS = ("role", "content", "from", "value", "tool_calls", "function_call", "tool_call_id", "reasoning_content")
 
-_ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "functioncall": "assistant",
-    "toolcall": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "functionresponse": "tool",
-    "toolresponse": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+_SPELLINGS = {
+    "system": "system developer",
+    "user": "user human",
+    "assistant": "assistant gpt chatgpt bot model functioncall toolcall",
+    "tool": "tool function functionresponse toolresponse observation ipython",
 }
+_ROLES = {word: role for role, words in _SPELLINGS.items() for word in words.split()}
 
 
 def row_messages(row: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -75,62 +75,12 @@ def facts(verdict: Verdict) -> list[object]:
     ]
 
 
-def test_greedy_tree_takes_the_longest_matching_path() -> None:
-    # root 5 -> {7, 3}, 3 -> {1, 4}, 4 -> {9}; the target continues 5 with 3, 3 with 4, 4 with 2.
-    tokens = torch.tensor([[5, 7, 3, 1, 4, 9]])
-    parents = torch.tensor([[-1, 0, 0, 2, 2, 4]])
-    logits = torch.zeros(1, 6, 10)
-    for node, token in enumerate([3, 0, 4, 0, 2, 0]):
-        logits[0, node, token] = 1
-    verdict = verify(Draft(tokens, parents, torch.tensor([6])), logits, Sampling(), no_noise(1))
-    assert facts(verdict) == [[[0, 2, 4]], [2], [2]]
-
-
 def test_a_greedy_tree_that_repeats_a_token_is_followed_where_it_goes_deeper() -> None:
     # root -> {3, 3}, and only the second 3 goes on as the target does.
     tokens, parents = torch.tensor([[5, 3, 3, 1, 4]]), torch.tensor([[-1, 0, 0, 1, 2]])
     logits = torch.nn.functional.one_hot(torch.tensor([[3, 4, 4, 0, 2]]), 10).float()
     verdict = verify(Draft(tokens, parents, torch.tensor([5])), logits, Sampling(), no_noise(1))
     assert facts(verdict) == [[[0, 2, 4]], [2], [2]]
-
-
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "most likely"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_padding_nodes_are_never_accepted(shape: str, drawn: bool, sampling: Sampling) -> None:
-    """Token 0 on a padding node is not a draft, even where the target wants token 0 and nothing else."""
-    parents = torch.tensor(SHAPES[shape]).expand(2, -1)
-    tokens = torch.zeros_like(parents)
-    logits = torch.zeros(2, parents.shape[1], 6)
-    logits[..., 0] = 50
-    draft_probs = torch.full_like(logits, 1e-9)
-    draft_probs[..., 0] = 1.0
-    for counts, accepted in (([1, 2], [0, 1]), ([2, 1], [1, 0])):
-        draft = Draft(tokens, parents, torch.tensor(counts), draft_probs if drawn else None)
-        verdict = verify(draft, logits, sampling, no_noise(2))
-        assert facts(verdict) == [[[0, 1][: n + 1] for n in accepted], accepted, [0, 0]]
-
-
-@pytest.mark.parametrize("sampling", [Sampling(0.9), SETTINGS[1]], ids=str)
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "most likely"])
-def test_a_chain_is_a_tree_with_one_branch(drawn: bool, sampling: Sampling) -> None:
-    """All positions at once, and the walk level by level: the same decisions from the same numbers."""
-    toy, noise = Toy(), no_noise(3000)
-    draft = toy.propose("chain", torch.full((3000,), ROOT), noise, sampling, drawn)
-    logits = toy.target_VV[draft.tokens_BN]
-    seen = torch.zeros(3000, V, dtype=torch.bool).index_fill_(1, torch.tensor([PROMPT, ROOT]), True)
-    found = verify(draft, logits, sampling, noise, seen_BV=seen)
-    assert facts(found) == facts(verifier._sampled_tree(draft, logits, sampling, noise, seen))
-    assert found.accepted_B.unique().tolist() == [0, 1, 2]
-
-
-def test_a_deterministic_tree_is_walked_to_where_matching_every_node_leads() -> None:
-    toy, noise, sampling = Toy(), no_noise(3000), Sampling(0.9)
-    draft = toy.propose("tree", torch.full((3000,), ROOT), noise, sampling, drawn=False)
-    logits = toy.target_VV[draft.tokens_BN]
-    found = verify(draft, logits, sampling, noise)
-    assert facts(found) == facts(verifier._matching(draft, verifier._choose(logits, sampling, noise)))
-    assert found.accepted_B.unique().tolist() == [0, 1, 2]
 
 
 def test_the_target_alone_draws_with_the_first_number_of_its_position() -> None:
@@ -148,25 +98,6 @@ def test_levels_and_siblings_have_independent_numbers() -> None:
     noise = no_noise(50_000)
     numbers = torch.cat([noise.draw(stream, 4) for stream in (DRAFT, ACCEPT, EMIT)], 1)
     assert torch.corrcoef(numbers.T).fill_diagonal_(0).abs().max() < 0.02
-
-
-def unlikely_star() -> "tuple[Draft, Tensor]":
-    """200 rows: three children in order 1, 4, 3 from a distribution with all its mass on 1; the target thinks little of it."""
-    tokens, parents = torch.tensor([2, 1, 4, 3]).expand(200, -1), torch.tensor([-1, 0, 0, 0]).expand(200, -1)
-    draft_probs = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0]).expand(200, 1, -1)
-    logits = torch.tensor([1.0, -1.0, 0.5, 1.0, 1.5]).expand(200, 4, -1)
-    return Draft(tokens, parents, torch.full((200,), 4), draft_probs), logits
-
-
-def test_children_drawn_when_no_mass_was_left_are_skipped() -> None:
-    """They change nothing: neither accepted, though the target likes them, nor taken from the residual."""
-    draft, logits = unlikely_star()
-    found = verify(draft, logits, Sampling(1.0), no_noise(200))
-    first_alone = replace(draft, count_B=torch.full((200,), 2))
-    assert facts(found) == facts(verify(first_alone, logits, Sampling(1.0), no_noise(200)))
-    assert found.path_BD.amax() == 1
-    assert 0 < int(found.accepted_B.sum()) < 60
-    assert found.next_B[found.accepted_B == 0].unique().tolist() == [0, 2, 3, 4]
 
 
 def test_tokens_outside_the_draft_vocabulary_are_skipped() -> None:
@@ -248,28 +179,6 @@ def test_logits_that_are_not_finite_are_named(shape: str, typical: Typical | Non
     expected = facts(verify(draft, logits, sampling, noise, typical))
     logits[0, 2:], logits[2, 1:] = torch.nan, torch.nan
     assert facts(verify(draft, logits, sampling, noise, typical)) == expected
-
-
-def test_without_a_penalty_nothing_is_done_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And trees are walked without penalizing every node."""
-
-    def never(*_: object) -> Tensor:
-        raise AssertionError
-
-    toy, noise = Toy(), no_noise(50)
-    seen = torch.ones(50, V, dtype=torch.bool)
-    for shape, drawn in product(SHAPES, (True, False)):
-        draft = toy.propose(shape, torch.full((50,), ROOT), noise, Sampling(1.0), drawn)
-        logits = toy.target_VV[draft.tokens_BN]
-        with monkeypatch.context() as patch:
-            patch.setattr(verifier, "penalize_nodes", never)
-            if shape == "tree":
-                verify(draft, logits, Sampling(1.0, repetition_penalty=2.0), noise, seen_BV=seen)
-            patch.setattr(verifier, "penalize", never)
-            for sampling in (Sampling(), Sampling(1.0)):
-                found = [verify(draft, logits, sampling, noise, seen_BV=tokens) for tokens in (None, seen)]
-                assert torch.equal(found[0].next_B, found[1].next_B)
-                assert torch.equal(found[0].path_BD, found[1].path_BD)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -149,18 +149,6 @@ def test_a_damaged_folder_is_made_again(file: Path, cache: Path, name: str) -> N
     assert folders(cache) == [folder.name]
 
 
-def test_nothing_stays_of_what_was_interrupted(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_gguf(file)
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gguf_file, "describe_contents", stop)
-    with pytest.raises(KeyboardInterrupt):
-        model_folder(str(file))
-    assert folders(cache) == []
-
-
 def test_a_folder_that_was_trained_on_is_no_longer_the_files(file: Path, tmp_path: Path) -> None:
     model = write_gguf(file)
     folder = shutil.copytree(model_folder(str(file)), tmp_path / "copy")

@@ -271,13 +271,6 @@ def test_checkpoints_and_exports_record_their_target(make: Callable, folder: Pat
             load_head(tmp_path / place, other)
 
 
-def test_an_export_can_name_another_target_than_the_one_at_hand(tmp_path: Path) -> None:
-    target = make_target()
-    made_for = replace(target.identity, chat_template="before")
-    export_head(make_eagle3(target), target, tmp_path / "export", made_for=made_for)
-    assert read_record(tmp_path / "export") == made_for
-
-
 def test_records_that_cannot_be_read(tmp_path: Path) -> None:
     assert read_record(tmp_path) is None
     write_record(tmp_path, "eagle3", "eagle3", TargetIdentity(path="x"))

@@ -114,13 +114,6 @@ def test_head_passes_gradients_to_hidden_and_ignores_autocast() -> None:
     assert not target.head.state_dict()
 
 
-def test_head_with_bias_and_columns() -> None:
-    head = TargetHead(torch.randn(9, 4), torch.randn(9))
-    hidden, columns = torch.randn(3, 4), torch.tensor([8, 0])
-    torch.testing.assert_close(head.logits(hidden), hidden @ head.weight.T + head.bias)
-    torch.testing.assert_close(head.logits(hidden, columns), head.logits(hidden)[:, columns])
-
-
 def test_rows_of_some_columns_are_kept_and_follow_the_weights() -> None:
     head = TargetHead(torch.randn(9, 4), torch.randn(9))
     hidden, columns = torch.randn(3, 4, requires_grad=True), torch.tensor([8, 0])

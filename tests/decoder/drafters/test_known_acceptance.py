@@ -67,27 +67,6 @@ def test_tau_is_what_the_rate_says(alpha: float, length: int) -> None:
     assert sum(accepted) / len(accepted) + 1 == pytest.approx(expected, abs=4 * spread + 1e-9)
 
 
-def test_drafts_do_not_depend_on_the_row_or_on_the_batch() -> None:
-    answers = make_answers(4)
-    prompts = list(answers)
-    alone = KnownAcceptance(answers, 0.5, 4, VOCAB)
-    alone.start(1, 20 + LENGTH)
-    batch = KnownAcceptance(answers, 0.5, 4, VOCAB)
-    batch.start(3, 20 + LENGTH)
-    enter(batch, [0, 1, 2], prompts[:3])
-    enter(batch, [1], [prompts[3]])
-    batch.select(torch.tensor([1, 2]))
-    seen = set()
-    for step in range(20):
-        found = propose(batch, [len(prompts[3]) + step, len(prompts[2]) + 2 * step], [3, 2], [9, 9])
-        for which, place, key, drafted in ((3, step, 3, found[0]), (2, 2 * step, 2, found[1])):
-            enter(alone, [0], [prompts[which]])
-            assert propose(alone, [len(prompts[which]) + place], [key], [9]) == [drafted]
-            answer = answers[prompts[which]][place + 1 : place + 5]
-            seen |= {a == b for a, b in zip(drafted, answer, strict=True)}
-    assert seen == {True, False}, "some drafts are right and some are spoiled"
-
-
 def test_drafts_end_with_the_answer_and_the_limit() -> None:
     answers = make_answers(1)
     ((prompt, answer),) = answers.items()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, Prompts
+from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.decoder.drafters.prompt_lookup import PromptLookup, find_continuation
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate.headless import simulate_prompt_lookup
@@ -61,59 +61,8 @@ def test_of_several_occurrences_the_first_is_taken_as_in_transformers() -> None:
         assert candidates[0, length:].tolist() == ids[0, start : start + 5].tolist()
 
 
-def state(texts: list[list[int]], new_tokens: list[int], limits: list[int]) -> DecodeState:
-    """The state in which the last `fresh` tokens of each text were committed since the last proposal."""
-    widest = max(new_tokens)
-    tokens = [text[len(text) - n :] + [0] * (widest - n) for text, n in zip(texts, new_tokens, strict=True)]
-    nothing = torch.zeros(len(texts), widest, 0)
-    length = torch.tensor([len(text) - 1 for text in texts])
-    pairs = NewTokens(torch.tensor(tokens), nothing, nothing, torch.tensor(new_tokens))
-    root = torch.tensor([text[-1] for text in texts])
-    return DecodeState(root, length, torch.tensor(limits), torch.zeros_like(root), pairs, Sampling())
-
-
-def prompts(rows: list[int], texts: list[list[int]]) -> Prompts:
-    longest = max(map(len, texts))
-    ids = torch.tensor([text + [9] * (longest - len(text)) for text in texts])
-    lengths = torch.tensor([len(text) for text in texts])
-    nothing = torch.zeros(len(texts), longest, 0)
-    return Prompts(torch.tensor(rows), ids, lengths, NewTokens(ids, nothing, nothing, lengths))
-
-
 def proposed(draft: Draft) -> list[list[int]]:
     return [tokens[1:count] for tokens, count in zip(draft.tokens_BN.tolist(), draft.count_B.tolist(), strict=True)]
-
-
-def test_rows_remember_their_own_texts() -> None:
-    drafter = PromptLookup(3)
-    drafter.start(2, 20)
-    drafter.admit(prompts([0, 1], [[1, 2, 3, 4, 1], [5, 6, 7]]))
-    first = drafter.propose(state([[1, 2, 3, 4, 1, 2], [5, 6, 7, 8]], [1, 1], [9, 9]))
-    assert proposed(first) == [[3, 4, 1], []]
-    assert first.is_chain
-    assert first.draft_probs_BMW is None
-    # Two tokens were accepted in row 0, and in row 1 the text comes round to its beginning.
-    second = drafter.propose(state([[1, 2, 3, 4, 1, 2, 3, 4, 2], [5, 6, 7, 8, 5]], [3, 1], [9, 2]))
-    assert proposed(second) == [[3, 4, 1], [6, 7]], "no more than the limit"
-    drafter.select(torch.tensor([1]))
-    assert proposed(drafter.propose(state([[5, 6, 7, 8, 5, 5]], [1], [9]))) == [[6, 7, 8]]
-
-
-def test_a_new_prompt_takes_a_row_over() -> None:
-    drafter = PromptLookup(4)
-    drafter.start(2, 20)
-    drafter.admit(prompts([0, 1], [[1, 2, 1], [3, 3, 4, 3]]))
-    drafter.propose(state([[1, 2, 1, 7], [3, 3, 4, 3, 3]], [1, 1], [9, 9]))
-    drafter.admit(prompts([0], [[8, 4]]))
-    found = drafter.propose(state([[8, 4, 8], [3, 3, 4, 3, 3, 4, 3]], [1, 2], [9, 0]))
-    assert proposed(found) == [[4, 8], []], "nothing of the old text, and nothing where nothing may be drafted"
-
-
-def test_where_nothing_is_found_the_target_reads_one_token() -> None:
-    drafter = PromptLookup(4)
-    drafter.start(1, 20)
-    drafter.admit(prompts([0], [[1, 2, 3]]))
-    assert drafter.propose(state([[1, 2, 3, 4]], [1], [9])).tokens_BN.shape == (1, 1)
 
 
 @pytest.fixture(scope="module")

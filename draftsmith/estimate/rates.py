@@ -37,7 +37,7 @@ from draftsmith.machine import ClockWatch, available_memory
 from draftsmith.progress import Bar
 from draftsmith.recipe.schema import Recipe
 from draftsmith.target.config import attention_of
-from draftsmith.target.products import pack_linears
+from draftsmith.target.kernels import pack_linears
 from draftsmith.target.shape import TargetShape, shape_of_model
 from draftsmith.target.target import Target
 from draftsmith.train.parallel import autocast_of

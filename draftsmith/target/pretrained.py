@@ -12,7 +12,6 @@ from transformers.utils import cached_file
 from draftsmith.errors import UserError, first_line, why_not
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.hub import why_offline
-from draftsmith.target.attention import GROUPED
 from draftsmith.target.config import (
     attention_of,
     check_causal,
@@ -24,6 +23,7 @@ from draftsmith.target.config import (
 )
 from draftsmith.target.folder import TOKENIZER_FILES, read_directory, read_eos_ids, weight_files
 from draftsmith.target.gguf_file import is_gguf, model_folder, open_gguf
+from draftsmith.target.kernels import GROUPED
 from draftsmith.target.taken import check_taken
 
 DTYPES = ("float32", "bfloat16", "float16")

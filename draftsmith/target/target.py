@@ -20,10 +20,9 @@ from draftsmith.errors import UserError
 from draftsmith.progress import say
 from draftsmith.target.folder import eos_ids_of, fingerprint_directory
 from draftsmith.target.identity import TargetIdentity, identify_directory
-from draftsmith.target.norms import fuse_norms
+from draftsmith.target.kernels import fuse_norms, linear, pack_linears
 from draftsmith.target.pretrained import open_model
 from draftsmith.target.probe import check_target
-from draftsmith.target.products import linear, pack_linears
 
 AttentionMask = Tensor | dict[str, Tensor]
 

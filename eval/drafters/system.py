@@ -17,7 +17,7 @@ from draftsmith.eval.simulate.texts import Simulation, Simulator, head_simulator
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.quantized import quantize_head, weight_bytes
 from draftsmith.heads.registry import find_method
-from draftsmith.target.products import pack_linears
+from draftsmith.target.kernels import pack_linears
 from draftsmith.target.target import Target
 
 DrafterFactory = Callable[[int], Drafter]

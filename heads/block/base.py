@@ -44,7 +44,7 @@ from draftsmith.heads.layers.decoder_layer import EagleAttention, PlainLayer, Ro
 from draftsmith.heads.layers.from_target import start_norm
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
-from draftsmith.target.norms import RMSNorm
+from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, TargetHead, steady_positions
 from draftsmith.target.tokens import choose_mask_token
 

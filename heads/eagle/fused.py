@@ -20,7 +20,7 @@ from draftsmith.heads.eagle.options import DraftShape
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, PlainLayer, Rotary
 from draftsmith.heads.layers.from_target import start_norm
-from draftsmith.target.norms import RMSNorm
+from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.probe import probe_ids
 from draftsmith.target.target import Target, steady_positions
 

@@ -28,7 +28,7 @@ from draftsmith.heads.eagle1.options import Eagle1Options
 from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, Rotary
 from draftsmith.heads.layers.from_target import embedding_scale
-from draftsmith.target.norms import RMSNorm
+from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, TargetHead, steady_positions
 
 

@@ -30,7 +30,7 @@ from draftsmith.heads.layers.decoder_layer import CacheUpdate, PlainLayer, Rotar
 from draftsmith.heads.layers.from_target import embedding_scale, sizes
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
-from draftsmith.target.norms import RMSNorm
+from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, TargetHead
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
-from draftsmith.target.norms import RMSNorm
-from draftsmith.target.products import linear
+from draftsmith.target.kernels import RMSNorm, linear
 from draftsmith.target.target import Derived, Weights
 
 

@@ -1,5 +1,4 @@
-"""Compare products of few rows with packed weights (draftsmith/target/products.py), and the attention of single tokens in bf16
-(draftsmith/target/attention.py), with PyTorch's own: `python -m scripts.bench.decoder.products --output FILE`.
+"""Compare products of few rows with packed weights and the attention of single tokens in bf16 (draftsmith/target/kernels.py) with PyTorch's own: `python -m scripts.bench.decoder.products --output FILE`.
 
 Both ways take turns on every shape; each time is the first quartile of the repeats, as a busy machine only ever adds to one. Writes one
 JSON file with milliseconds and ratios.

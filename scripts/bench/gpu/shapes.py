@@ -42,8 +42,7 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods
 from draftsmith.machine import read_bandwidth
 from draftsmith.recipe.schema import Recipe, TrainSpec
-from draftsmith.target.norms import fuse_norms
-from draftsmith.target.products import pack_linears
+from draftsmith.target.kernels import fuse_norms, pack_linears
 from draftsmith.target.target import Target
 from draftsmith.train.loop import train
 from draftsmith.train.optimizers import build_optimizers

@@ -1,0 +1,150 @@
+"""What a frozen model computes faster than transformers does, with the same numbers or up to rounding.
+
+- Products of a few rows on a CPU, by a copy of the weights that oneDNN has laid out for it. A round multiplies some tokens' states with
+  every matrix of the target and of the draft. For 2 to 32 rows oneDNN takes 0.5 to 1.0 of the time where it need not read the matrix
+  as PyTorch stores it; for one row, for many, and for small matrices it takes longer.
+- Attention on a CPU. PyTorch's kernel there takes a mask and fewer key heads than query heads at once; transformers copies keys and
+  values for every query head where a mask is given, as on GPUs no kernel takes both. A draft always has a mask; on a CPU the copies
+  took longer than the attention itself. One query a row, as where the target writes alone, takes the kernel four to six times as long
+  in bf16 as a few: those of all heads with the same keys are then given as rows of one head.
+- RMS norms in one operation: launching the six of transformers' takes most of a small norm's time.
+
+Measured in docs/results/decoder/products.json.
+"""
+
+import inspect
+from functools import cache
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+ROWS = range(2, 33)
+"""Numbers of rows that are multiplied with packed weights."""
+SMALLEST = 300_000
+"""The smallest matrix that is packed, in elements."""
+_MEMORY_SHARE = 0.25
+"""Share of the free memory that the packed copies of a model may take."""
+
+_packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Weights to (data_ptr, version, packed copy); a copy lives as long as its weights."""
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return `F.linear(x, weight, bias)` of x [..., k] and weight [n, k], from packed weights where that is faster.
+
+    Without gradients only; a weight that was changed in place is packed again. Weights that are not kept by a module should not
+    come here, as each is packed once.
+    """
+    if x.numel() // x.shape[-1] not in ROWS or not _packs(x, weight):
+        return F.linear(x, weight, bias)
+    state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
+    kept = _packed.get(weight)
+    if kept is None or kept[0] != state:
+        with torch.inference_mode(False):
+            kept = _packed[weight] = (state, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS[0]))
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, kept[1], bias, "none", [], "")
+    return product
+
+
+def _packs(x: Tensor, weight: Tensor) -> bool:
+    """Whether a product is one that packed weights are for."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == x.dtype == torch.float32
+        and weight.numel() >= SMALLEST
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and _has_kernel()
+    )
+
+
+@cache
+def _has_kernel() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose product is `linear`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., n] of x [..., k]."""
+        return linear(x, self.weight, self.bias)
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Let every plain linear layer of a frozen model on a CPU multiply with packed weights, if copies of them fit well in memory."""
+    layers: list[Any] = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() >= SMALLEST]
+    copies = sum(m.weight.numel() * m.weight.element_size() for m in layers if m.weight.device.type == "cpu")
+    if copies <= _MEMORY_SHARE * psutil.virtual_memory().available:
+        for module in layers:
+            module.__class__ = PackedLinear
+
+
+GROUPED = "draftsmith_grouped"
+"""The name that transformers knows it by."""
+
+
+def _grouped(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention [B, n, N, D] of queries [B, N, n, D] over keys and values [B, G, S, D], G a divisor of N."""
+    plain = all(options.get(name) is None for name in ("position_bias", "softcap"))
+    alone = query.shape[2] == 1 and query.dtype != torch.float32
+    if not plain or query.device.type != "cpu" or (attention_mask is None and not alone):
+        plainly: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, **options
+        )
+        return plainly
+    if alone and (attention_mask is None or attention_mask.shape[1] == 1):
+        folded = query.reshape(*key.shape[:2], -1, query.shape[-1])
+        attended = F.scaled_dot_product_attention(folded, key, value, attention_mask, dropout, scale=scaling)
+        return attended.reshape(len(query), 1, *query.shape[1::2]), None
+    attended = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+    )
+    return attended.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(GROUPED, _grouped)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
+
+
+class RMSNorm(LlamaRMSNorm):
+    """Llama's RMSNorm, which without gradients runs as one operation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., H]."""
+        if torch.is_grad_enabled() or x.dtype != self.weight.dtype:
+            return super().forward(x)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+@torch.no_grad()
+def fuse_norms(model: nn.Module) -> None:
+    """Let every norm of a frozen model be `RMSNorm` that gives the same numbers so, bit for bit, on a sample; in bf16 none does."""
+    for module in model.modules():
+        weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+        if isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(eps, float) and _takes_one(module):
+            sample = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
+            if torch.equal(module(sample), F.rms_norm(sample, weight.shape, weight, eps)):
+                module.__class__ = RMSNorm
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Whether a module is called with states alone; gated norms take a second input."""
+    return len(inspect.signature(module.forward).parameters) == 1

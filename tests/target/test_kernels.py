@@ -1,0 +1,176 @@
+"""Products with packed weights, attention with fewer key heads and a mask, and norms in one operation: the numbers of PyTorch and
+transformers."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
+
+from draftsmith.decoder.cache import KVCache, run_draft
+from draftsmith.decoder.draft import Draft
+from draftsmith.target import kernels
+from draftsmith.target.kernels import GROUPED, ROWS, PackedLinear, RMSNorm, fuse_norms, linear, pack_linears
+from draftsmith.target.target import Target, load_target
+from tests.models import save_tiny_target, tiny_model
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "SMALLEST", 1)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The products with packed weights, by rows."""
+    found: list[int] = []
+    packs = kernels._packs
+
+    def counted(x: torch.Tensor, weight: torch.Tensor) -> bool:
+        if packed := packs(x, weight):
+            found.append(x.numel() // x.shape[-1])
+        return packed
+
+    monkeypatch.setattr(kernels, "_packs", counted)
+    return found
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 32, 33])
+@torch.no_grad()
+def test_a_product_is_that_of_pytorch(rows: int, bias: bool, calls: list[int]) -> None:
+    layer = nn.Linear(48, 80, bias=bias)
+    x = torch.randn(rows, 48)
+    torch.testing.assert_close(linear(x, layer.weight, layer.bias), F.linear(x, layer.weight, layer.bias))
+    assert calls == ([rows] if rows in ROWS else [])
+
+
+@torch.no_grad()
+def test_states_may_have_any_shape_and_strides(calls: list[int]) -> None:
+    weight = torch.randn(80, 48)
+    for x in (torch.randn(2, 3, 48), torch.randn(48, 5).t(), torch.randn(2, 6, 48)[:, ::2]):
+        torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+    assert calls == [6, 5, 6]
+
+
+@torch.no_grad()
+def test_changed_weights_are_packed_again() -> None:
+    weight, x = torch.randn(80, 48), torch.randn(4, 48)
+    before = linear(x, weight)
+    torch.testing.assert_close(linear(x, weight), before, rtol=0, atol=0)
+    weight.mul_(2)
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+    weight.data = torch.randn(80, 48)
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+
+
+def test_a_copy_goes_with_its_weights() -> None:
+    kernels._packed.clear()
+    weight: Any = torch.randn(80, 48)
+    with torch.no_grad():
+        linear(torch.randn(4, 48), weight)
+    assert len(kernels._packed) == 1
+    del weight
+    assert len(kernels._packed) == 0
+
+
+def test_gradients_and_other_dtypes_take_the_usual_way(calls: list[int]) -> None:
+    layer, x = PackedLinear(48, 80), torch.randn(4, 48)
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    with torch.no_grad():
+        layer.bfloat16()(x.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            PackedLinear(48, 80)(x)
+    assert calls == []
+
+
+def test_plain_layers_of_a_model_are_packed_if_their_copies_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Own(4, 4), nn.Conv1d(1, 1, 1))
+    monkeypatch.setattr(kernels, "_MEMORY_SHARE", 0.0)
+    pack_linears(model)
+    assert [type(m) for m in model] == [nn.Linear, Own, nn.Conv1d]
+    monkeypatch.setattr(kernels, "_MEMORY_SHARE", 1.0)
+    pack_linears(model)
+    assert [type(m) for m in model] == [PackedLinear, Own, nn.Conv1d]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+@torch.no_grad()
+def test_a_draft_gets_the_states_of_transformers_attention(kind: str, tmp_path: Path) -> None:
+    target = load_target(str(save_tiny_target(tmp_path / kind, kind)))
+    assert target.model.config._attn_implementation == GROUPED
+    ids_BN = torch.randint(3, target.vocab_size, (2, 7))
+
+    def states(implementation: str) -> torch.Tensor:
+        target.model.set_attn_implementation(implementation)
+        cache = KVCache.for_target(target, 2, 16)
+        first = run_draft(target, cache, Draft.chain(ids_BN[:, 0], ids_BN[:, 1:4])).last
+        cache.append(4)
+        return torch.cat([first, run_draft(target, cache, Draft.chain(ids_BN[:, 4], ids_BN[:, 5:])).last], 1)
+
+    torch.testing.assert_close(states(GROUPED), states("sdpa"))
+
+
+@torch.no_grad()
+def test_without_a_mask_it_is_causal(tmp_path: Path) -> None:
+    target: Target = load_target(str(save_tiny_target(tmp_path / "llama", "llama")))
+    ids = torch.randint(3, target.vocab_size, (2, 9))
+    found = target.model(input_ids=ids).logits
+    target.model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(found, target.model(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+@torch.no_grad()
+def test_single_tokens_in_bf16_get_the_states_of_transformers_attention(kind: str, tmp_path: Path) -> None:
+    """Rows of different lengths, so that there is a mask, and one alone, which has none."""
+    target = load_target(str(save_tiny_target(tmp_path / kind, kind)), dtype="bfloat16")
+    ids_BN = torch.randint(3, target.vocab_size, (2, 7))
+
+    def states(implementation: str, rows: int) -> torch.Tensor:
+        target.model.set_attn_implementation(implementation)
+        cache = KVCache.for_target(target, rows, 16)
+        run_draft(target, cache, Draft.chain(ids_BN[:rows, 0], ids_BN[:rows, 1:5]))
+        cache.append(torch.tensor([5, 3])[:rows] if rows > 1 else 5)
+        return run_draft(target, cache, Draft.chain(ids_BN[:rows, 5], ids_BN[:rows, 6:6])).last
+
+    for rows in (1, 2):
+        torch.testing.assert_close(states(GROUPED, rows), states("sdpa", rows), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "mixtral", "gemma2", "gemma3"])
+def test_a_target_with_fused_norms_is_the_same(kind: str) -> None:
+    plain = tiny_model(kind).requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    fuse_norms(fused)
+    assert any(isinstance(m, RMSNorm) for m in fused.modules()) is not kind.startswith("gemma"), (
+        "Gemma's multiply by 1 + w"
+    )
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        assert torch.equal(fused(ids).logits, plain(ids).logits)
+    assert torch.equal(fused(ids).logits, plain(ids).logits), "under gradients"
+
+
+def test_a_norm_with_a_gate_stays() -> None:
+    gated = Qwen3_5RMSNormGated(16)
+    fuse_norms(gated)
+    x, gate = torch.randn(2, 3, 16).unbind(0)
+    assert gated(x, gate).shape == x.shape
+
+
+def test_a_norm_of_other_numbers_stays() -> None:
+    """In bf16 the single operation rounds once where Llama's rounds twice."""
+    model = tiny_model("llama").to(torch.bfloat16)
+    before = [type(m) for m in model.modules()]
+    fuse_norms(model)
+    assert [type(m) for m in model.modules()] == before
+    assert RMSNorm not in before

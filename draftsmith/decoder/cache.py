@@ -232,13 +232,12 @@ class KVCache(Cache):
             assert isinstance(count, Tensor)
             self._lengths_B = self._lengths_B.index_add(0, rows_b, count)
 
-    def commit(self, draft: Draft, path_BD: Tensor, kept_B: Tensor | None = None) -> None:
+    def commit(self, draft: Draft, path_BD: Tensor, kept_B: Tensor) -> None:
         """Commit the nodes of `path_BD` (-1 pads), moved together behind the cached tokens; the others are dropped.
 
-        kept_B: number of nodes of each path, where the caller has it; 0 for rows that commit nothing. Nothing here waits for
-        the device, so nothing here may read a number of it; tokens past an answer's end are rolled back by the loop.
+        kept_B: number of nodes of each path; 0 for rows that commit nothing. Nothing here waits for the device, so nothing here
+        may read a number of it; tokens past an answer's end are rolled back by the loop.
         """
-        kept_B = (path_BD >= 0).sum(1) if kept_B is None else kept_B
         if not draft.is_chain:  # the accepted nodes of a chain are in place already
             base_B1 = self._lengths_B[:, None]
             step_D = torch.arange(path_BD.shape[1], device=path_BD.device)

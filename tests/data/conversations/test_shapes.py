@@ -15,26 +15,6 @@ def load_one(tmp_path, row):
     return conversation
 
 
-def test_sharegpt(tmp_path):
-    turns = [
-        ("system", "Help."),
-        ("human", "a?"),
-        ("gpt", "One."),
-        ("tool", "4"),
-        ("user", "b?"),
-        ("assistant", "Two."),
-    ]
-    conversation = load_one(tmp_path, {"conversations": [{"from": f, "value": v} for f, v in turns]})
-    assert [(m["role"], m["content"]) for m in conversation.messages] == [
-        ("system", "Help."),
-        ("user", "a?"),
-        ("assistant", "One."),
-        ("tool", "4"),
-        ("user", "b?"),
-        ("assistant", "Two."),
-    ]
-
-
 def test_sharegpt_function_call_and_system_column(tmp_path):
     row = {
         "system": "Help.",

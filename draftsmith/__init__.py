@@ -222,7 +222,7 @@ def export(
     from draftsmith.errors import UserError
     from draftsmith.heads.export.export import export_head
 
-    if head.trains.tunes_target:
+    if "tuned" in head.trains.outputs:
         raise UserError(
             f"{head.method} heads draft for a target that was tuned with them, which is exported with them: use the "
             "command `draftsmith export`."

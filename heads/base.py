@@ -8,17 +8,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.target.target import Target
-
-if TYPE_CHECKING:
-    from draftsmith.target.target import Target, TargetHead
+from draftsmith.target.target import Target, TargetHead
 
 Piece = Tensor | slice
 """Indices of rows, or a slice of them."""
@@ -29,11 +26,14 @@ class StepOutput:
     """The draft logits of one step (EAGLE-3) or head (Medusa).
 
     Row t = rows[r] predicts token x_{t+2+offset}; its teacher is the target's distribution at position t+1+offset.
-    rows: [R] int64 flat indices b*L+t, ascending. source: the logits [R, W], or a function that computes those of some
-    rows, for heads whose logits do not fit in memory at once (see `logits_of`). feature: [R, H] the predicted last
-    state of the target at position t+1+offset, which the logits are made from (EAGLE-1). confidence: [R] the log-odds
-    that the drafted token is accepted, given that those before it are (DSpark). stops: [R] bool, True where the draft
-    ends before this token; it may depend on the tokens before, never on the one that the row predicts.
+
+    Attributes:
+        offset: the number of the step, from 0.
+        rows: [R] int64 flat indices b*L+t, ascending.
+        source: the logits [R, W], or a function that computes those of some rows where not all fit in memory.
+        feature: [R, H] the predicted last state of the target at position t+1+offset (EAGLE-1).
+        confidence: [R] the log-odds that the drafted token is accepted, given that those before it are (DSpark).
+        stops: [R] bool, True where the draft ends before this token, which it must not depend on.
     """
 
     offset: int
@@ -60,18 +60,24 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """Everything a head computed for one TrainBatch, one StepOutput per step or head.
+    """Everything a head computed for one TrainBatch.
 
-    tuned: the logits [R, V] of the target that the head tunes (Medusa-2), at offset -1: row t predicts x_{t+1}.
+    Attributes:
+        steps: one StepOutput per step or head.
+        tuned: the logits [R, V] of the target that training tunes (Medusa-2), at offset -1: row t predicts x_{t+1}.
     """
 
     steps: tuple[StepOutput, ...]
     tuned: StepOutput | None = None
 
+    @property
+    def scored(self) -> tuple[StepOutput, ...]:
+        """All that the loss compares with the target: the steps, and behind them `tuned`."""
+        return self.steps if self.tuned is None else (*self.steps, self.tuned)
+
 
 def agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether logits [..., W] are equal up to rounding: on some processors the order of a product's sums depends
-    on where in memory a matrix begins."""
+    """Return whether logits [..., W] are equal up to rounding, which may depend on where in memory a matrix begins."""
     apart, size = (ours - theirs).abs().sum(-1), 1.0 + ours.abs().sum(-1)
     # A real difference is of the size of the logits themselves, so that the tolerance need not be fine.
     return bool((apart <= (1e-4 if ours.dtype == torch.float32 else 5e-2) * size).all())
@@ -105,16 +111,13 @@ def _learnable(batch: TrainBatch, ahead: int) -> Tensor:
 def supervised_rows(batch: TrainBatch, offset: int) -> Tensor:
     """Return [B, L] bool: the rows that count at step (or head) `offset`.
 
-    Row t counts iff x_{t+1}, ..., x_{t+2+offset} are all tokens to learn of row t's own document: the
-    first token of an answer comes from the prefill and is never drafted, and no draft crosses a gap, a
-    document's end or padding (docs/algorithms.md, rule 1: the mask follows the predicted token).
+    Row t counts iff x_{t+1}, ..., x_{t+2+offset} are all tokens to learn of row t's own document (docs/algorithms.md, rule 1).
     """
     return next(islice(iterate_supervised_rows(batch), offset, None))
 
 
 def count_rows(batch: TrainBatch) -> Tensor:
-    """Return N, an int64 scalar: the rows supervised at offset 0, which divide every step's loss (docs/algorithms.md,
-    rule 3)."""
+    """Return N, an int64 scalar: the rows supervised at offset 0, which divide every step's loss."""
     return supervised_rows(batch, 0).sum()
 
 
@@ -147,12 +150,9 @@ class Trains:
 
     steps: int = 1
     """Steps (or heads) that the training loss sums over."""
-    predicts_features: bool = False
-    """Its steps carry a `feature`, the prediction of the target's next hidden state (EAGLE-1)."""
-    has_confidence: bool = False
-    """Its steps carry a `confidence`, which `calibrate` fits after training (DSpark)."""
-    tunes_target: bool = False
-    """Training tunes the target too, and the output carries that one's logits as `tuned` (Medusa-2)."""
+    outputs: frozenset[str] = frozenset()
+    """Fields of the output that it fills besides logits: `feature`, `confidence` (which `calibrate` fits after training), and
+    `tuned` where training tunes the target too."""
     no_muon: tuple[str, ...] = ()
     """Parts of names of matrices that AdamW trains where the optimizer is Muon, besides embeddings and output
     projections: those that are no full weight matrices within the head, such as low-rank factors."""
@@ -163,11 +163,17 @@ class Trains:
 class DraftHead(nn.Module, ABC):
     """A trainable drafter for one frozen target.
 
-    A head says its `method` (its name in the registry), what it `reads`, how long its `drafts` are and what it returns
-    when it `trains`; it implements `forward` and `describe`. Every other method has a default that suits most heads.
+    A subclass implements `forward` and `describe`; every other method has a default. eval/conformance/suite.py checks the
+    promises below, which a head keeps with its method's drafter.
 
-    With its method's drafter it makes these promises; eval/conformance/suite.py has a check for each, of the same
-    name:
+    Attributes:
+        method: its name in the registry.
+        reads: what it reads besides the tokens.
+        drafts: how long its drafts are.
+        trains: what it returns in training.
+        draft_vocab: [W] int64 ascending target ids that the logits stand for; None: the whole target vocabulary.
+
+    Promises:
 
     - decoding has the probabilities of training: those that `forward` gives for the same text
     - drafts are drawn from the probabilities that they name: sampled text follows the target's distribution only then
@@ -190,35 +196,51 @@ class DraftHead(nn.Module, ABC):
     trains: Trains = Trains()
     draft_vocab: Tensor | None
 
-    def __init__(self, draft_vocab: Tensor | None = None, target_head: "TargetHead | None" = None) -> None:
-        """draft_vocab: [W] int64 ascending target ids that the logits stand for; None: the whole target vocabulary. target_head:
-        the target's output projection, for heads that make logits with it."""
+    def __init__(self, draft_vocab: Tensor | None = None, target_head: TargetHead | None = None) -> None:
+        """Keep the draft vocabulary, and the target's output projection for heads that make logits with it."""
         super().__init__()
         self.register_buffer("draft_vocab", draft_vocab)
         # In a list, so that it is not registered: no optimizer may see it, and no checkpoint may hold it again.
         self._target_head = [target_head]
 
     @property
-    def target_head(self) -> "TargetHead":
-        """The target's output projection, shared and frozen, which is no part of this module."""
+    def target_head(self) -> TargetHead:
+        """The target's output projection: shared, frozen, and no part of this module."""
         (head,) = self._target_head
         assert head is not None, "this head has a projection of its own"
         return head
 
     @abstractmethod
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
-        """Return the logits of `num_steps` steps on the rows that `supervised` names."""
+        """Run the training pass.
+
+        Args:
+            batch: packed documents, with the hidden states that the head reads.
+            num_steps: how many steps (or heads) to run.
+
+        Returns:
+            The logits [R_k, W] of every step k, on the rows that `supervised` names.
+        """
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """Return, as JSON, what the method's `load` needs besides the layer ids and the tensors. Under "options" stand
-        the fields of the recipe's `head:` section: a training that starts from the head compares them with its own."""
+        """Describe the head for its checkpoint.
+
+        Returns:
+            JSON with all that the method's `load` needs besides layer ids and tensors; under "options" the fields of the recipe's
+            `head:` section.
+        """
 
     def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
-        """Yield the rows [B, L] bool that step 0, 1, ... returns logits for: all rows of docs/algorithms.md, rule 1 by default.
+        """Choose the rows that are trained: all that count, by default.
 
-        A head that learns from a sample of them draws it in training mode alone, from `batch.seeds`, so that every call
-        yields the same rows. Hidden states must not matter: training asks with `batch.without_states()`.
+        A head that learns from a sample draws it in training mode alone, from `batch.seeds`: every call yields the same rows.
+
+        Args:
+            batch: perhaps without hidden states (`batch.without_states()`).
+
+        Yields:
+            The rows [B, L] bool of step 0, 1, ...
         """
         return iterate_supervised_rows(batch)
 
@@ -227,13 +249,12 @@ class DraftHead(nn.Module, ABC):
         return draft_ids if self.draft_vocab is None else self.draft_vocab[draft_ids]
 
     def clamp_draft_length(self, num_speculative_tokens: int) -> int:
-        """Return the length of the draft where so many tokens are asked for: that, or the most that the head drafts."""
+        """Return the draft length asked for, in tokens, or the longest of the head where that is less."""
         most = self.drafts.max_speculative_tokens
         return num_speculative_tokens if most is None else min(num_speculative_tokens, most)
 
     def engine_draft_length(self, num_speculative_tokens: int) -> int:
-        """Return the draft length to start an engine with where so many tokens are asked for. Heads that were trained
-        for a single length return that."""
+        """Return the draft length, in tokens, to start an engine with; heads trained for one length override it."""
         return self.clamp_draft_length(num_speculative_tokens)
 
     def lr_factor(self, name: str) -> float:
@@ -241,26 +262,36 @@ class DraftHead(nn.Module, ABC):
         return 1.0
 
     def calibrate(self, passes: Iterable[tuple[TrainBatch, HeadOutput, Tensor]]) -> dict[str, Any]:
-        """Calibrate the confidence after training; return what the reports show of it, nothing where nothing is fitted.
-        passes: over held-out answers, with [B, L, K] the chance that each draft would be accepted. Called for heads with
-        `trains.has_confidence`."""
+        """Calibrate the confidence after training, for heads whose `trains.outputs` name one.
+
+        Args:
+            passes: over held-out answers: batch, output, and [B, L, K] the chance that each drafted token is accepted.
+
+        Returns:
+            What the reports show of it; empty where nothing is fitted.
+        """
         return {}
 
     def with_confidence_threshold(self, threshold: float) -> "DraftHead":
-        """Return a head of the same weights whose drafts end before the first token that, by its confidence, is reached
-        and accepted with a probability below `threshold`. Raises UserError for heads without a confidence."""
+        """Return a head of the same weights whose drafts end early.
+
+        Args:
+            threshold: a draft ends before the first token that it survives with a smaller probability, by the head's confidence.
+
+        Raises:
+            UserError: the head has no confidence.
+        """
         raise UserError(
             f"evaluate.drafts: confidence_threshold is {threshold}, but {self.method} heads, or this one, say no confidence: "
             "leave it out."
         )
 
-    def deployed(self, target: "Target") -> "DraftHead":
-        """Return the head as it drafts after training with `target`: itself, or where it tuned the target the head that
-        reads the tuned one."""
+    def deployed(self, target: Target) -> "DraftHead":
+        """Return the head as it drafts after training: itself, or where it tuned `target` one that reads the tuned target."""
         return self
 
-    def verifier(self, target: "Target") -> "Target":
-        """Return the target that verifies the drafts of a deployed head: `target`, or the one that was tuned with it."""
+    def verifier(self, target: Target) -> Target:
+        """Return the target that verifies a deployed head's drafts: `target`, or the one tuned with the head."""
         return target
 
     def served(self) -> "DraftHead":
@@ -282,14 +313,13 @@ def drafting(*heads: DraftHead) -> Iterator[None]:
 
 
 def layer_ids_of(options: Any, target: Target) -> tuple[int, ...]:
-    """Return the aux layers that a head with these options reads: the field `layer_ids`, whose None stands for the
-    target's default; without the field it reads none, but the last hidden state or the text alone."""
+    """Return the aux layers that a head with these options reads: those of the field `layer_ids`, the target's default where that
+    is None, and none without the field."""
     if not hasattr(options, "layer_ids"):
         return ()
     return target.default_layer_ids() if options.layer_ids is None else tuple(options.layer_ids)
 
 
 def draft_vocab_size_of(options: Any) -> int | None:
-    """Return the size of the draft vocabulary that these options ask for: the field `draft_vocab_size`, whose None (or
-    absence) stands for the whole target vocabulary."""
+    """Return the size of the draft vocabulary that these options ask for; None for the whole target vocabulary."""
     return getattr(options, "draft_vocab_size", None)

@@ -27,8 +27,8 @@ def quantize_head(head: DraftHead, kind: str) -> DraftHead:
 
     int4 leaves layers as they are whose width none of 128, 64 and 32 divides. Raises UserError where that is every layer.
     """
-    found: DraftHead = view_of(head)
-    layers = _layers(found, kind)
+    rounded: DraftHead = view_of(head)
+    layers = _layers(rounded, kind)
     if not layers:
         widths = "" if kind != "int4" else f" has a width that one of {', '.join(map(str, _GROUPS))} divides"
         raise UserError(
@@ -36,7 +36,7 @@ def quantize_head(head: DraftHead, kind: str) -> DraftHead:
         )
     for module in layers:
         module.weight = nn.Parameter(round_weights(module.weight, kind), requires_grad=False)
-    return found
+    return rounded
 
 
 def round_weights(weight: Tensor, kind: str) -> Tensor:

@@ -102,8 +102,8 @@ def methods() -> dict[str, Method]:
     import draftsmith.heads
 
     packages = [info.name for info in pkgutil.iter_modules(draftsmith.heads.__path__) if info.ispkg]
-    found = {name: getattr(import_module(f"draftsmith.heads.{name}"), "METHOD", None) for name in sorted(packages)}
-    return {name: method for name, method in found.items() if isinstance(method, Method)}
+    declared = {name: getattr(import_module(f"draftsmith.heads.{name}"), "METHOD", None) for name in sorted(packages)}
+    return {name: method for name, method in declared.items() if isinstance(method, Method)}
 
 
 GROUP = "draftsmith.methods"
@@ -140,16 +140,16 @@ def is_known(name: str) -> bool:
 
 def _installed() -> dict[str, metadata.EntryPoint]:
     """Return the entry points of installed packages' methods by name. Raises UserError where two have the same name."""
-    found: dict[str, metadata.EntryPoint] = {}
+    points: dict[str, metadata.EntryPoint] = {}
     for point in metadata.entry_points(group=GROUP):
-        if point.name in methods() or point.name in found:
-            other = f"the package {_package(found[point.name])} adds too" if point.name in found else "draftsmith has"
+        if point.name in methods() or point.name in points:
+            other = f"the package {_package(points[point.name])} adds too" if point.name in points else "draftsmith has"
             raise UserError(
                 f"The installed package {_package(point)} adds a method named {point.name!r}, which {other}: uninstall it, "
                 "or give its method another name."
             )
-        found[point.name] = point
-    return found
+        points[point.name] = point
+    return points
 
 
 def _load(point: metadata.EntryPoint) -> Method:

@@ -206,7 +206,7 @@ class _Run:
 
     def _calibrate(self) -> dict[str, Any]:
         """Fit the best head's confidence, if it has one, to the held-out answers; return its report."""
-        if not self.head.trains.has_confidence or not (self.folder / "best").exists():
+        if "confidence" not in self.head.trains.outputs or not (self.folder / "best").exists():
             return {}
         data, sampling = (self.data.source, self.heldout_batches, self.spec.row_tokens), self.recipe.answers.sampling
         with autocast_of(self.accelerator.device, self.spec):  # as in the evaluations, whose memory it then takes

@@ -64,8 +64,7 @@ class WrappedHead(nn.Module):
 
     def forward(self, batch: TrainBatch, num_steps: int) -> tuple[tuple[Any, ...], ...]:
         """Run the head; return each StepOutput as the tuple of its fields, that of a tuned target last."""
-        output = self.head(batch, num_steps)
-        steps = output.steps if output.tuned is None else (*output.steps, output.tuned)
+        steps = self.head(batch, num_steps).scored
         return tuple(tuple(getattr(step, field.name) for field in fields(StepOutput)) for step in steps)
 
 

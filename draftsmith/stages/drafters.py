@@ -53,7 +53,7 @@ def load_fitting(folder: Path, target: Target, warn: Warn) -> DraftHead:
     """
     warnings: list[str] = []
     head = load_head(folder, target, warn=warnings.append)
-    if head.trains.tunes_target:
+    if "tuned" in head.trains.outputs:
         check_made_for(folder, target)
     for text in warnings:
         warn(text)
@@ -175,7 +175,7 @@ def ways_to_draft(
         for draft, tree in ((draft, draft.load()) for draft in spec.drafts)
         if (not draft.heads or name in draft.heads)
         and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees)
-        and (draft.confidence_threshold is None or head.trains.has_confidence or bool(draft.heads))
+        and (draft.confidence_threshold is None or "confidence" in head.trains.outputs or bool(draft.heads))
     ]
     most = head.drafts.max_speculative_tokens
     if most is not None and most < spec.num_speculative_tokens and any(tree is None for _, tree in ways):

@@ -47,9 +47,9 @@ def export_options(recipe: Recipe, method: str) -> dict[str, Any]:
 def check_adapter(recipe: Recipe, head: DraftHead) -> None:
     """Raise UserError where `export.adapter` is set for a head without an adapter, or keeps one that no engine serves."""
     adapter = recipe.export.adapter
-    if adapter is not None and not head.trains.tunes_target:
+    if adapter is not None and "tuned" not in head.trains.outputs:
         raise UserError(f"export.adapter is {adapter!r}, but {head.method} heads come with no adapter: leave it out.")
-    if adapter == "keep" and head.trains.tunes_target:
+    if adapter == "keep" and "tuned" in head.trains.outputs:
         layout = export_options(recipe, head.method)["layout"]
         serve = [
             name
@@ -74,7 +74,7 @@ def export_stage(session: Session) -> Path:
     options = export_options(recipe, head.method)
     destination = recipe.run_dir / "export" / options["layout"]
     target, kind, tuned_folder = session.target, spec.adapter or "merge", None
-    if head.trains.tunes_target:
+    if "tuned" in head.trains.outputs:
         original = session.target_in(spec.dtype)
         head, tuned_folder = head.deployed(original), destination.parent / FOLDERS[kind]
         target = head.verifier(original)

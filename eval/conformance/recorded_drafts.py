@@ -59,7 +59,7 @@ class Drafted:
         """Return, for every node but the root, the distribution without its earlier siblings, and the column drawn from
         it. Children drawn when no probability was left are never accepted, and are left out."""
         assert self.probs_MW is not None
-        found = []
+        draws = []
         for node in range(len(self.probs_MW)):
             left_W = self.probs_MW[node].double()
             for child in self._children(node):
@@ -68,9 +68,9 @@ class Drafted:
                 token, vocab_W = self.tokens[child - 1], self.vocab_W
                 column = token if vocab_W is None else int(torch.searchsorted(vocab_W.cpu(), token))
                 left_W = left_W / left_W.sum()
-                found.append((left_W, column))
+                draws.append((left_W, column))
                 left_W = left_W.index_fill(0, torch.tensor(column), 0.0)
-        return found
+        return draws
 
     def branches(self) -> list["Drafted"]:
         """Return each path from the root to a leaf as a chain."""
@@ -98,7 +98,7 @@ class Recorder:
         self.drafter = drafter
         self.name, self.layer_ids, self.max_nodes = drafter.name, drafter.layer_ids, drafter.max_nodes
         self.num_speculative_tokens = drafter.num_speculative_tokens
-        self.found: dict[tuple[int, ...], list[Drafted]] = {}
+        self.by_prompt: dict[tuple[int, ...], list[Drafted]] = {}
         self._prompts: list[tuple[int, ...]] = []
 
     def start(self, rows: int, capacity: int) -> None:
@@ -124,7 +124,7 @@ class Recorder:
             nodes = int(draft.count_B[row])
             tokens, parents = (tuple(x[row, 1:nodes].tolist()) for x in (draft.tokens_BN, draft.parents_BN))
             probs_MW = None if draft.draft_probs_BMW is None else draft.draft_probs_BMW[row, : nodes - 1].float().cpu()
-            self.found.setdefault(prompt, []).append(Drafted((), tokens, parents, probs_MW, draft.vocab_W))
+            self.by_prompt.setdefault(prompt, []).append(Drafted((), tokens, parents, probs_MW, draft.vocab_W))
         return draft
 
 
@@ -162,7 +162,7 @@ def _record(
         prompt = generation.request.prompt_ids
         text = (*prompt, *generation.output_ids)
         # Finished rows go on drafting for a while; those drafts are not used.
-        rounds = zip(generation.rounds, recorder.found.get(prompt, ()), strict=False)
+        rounds = zip(generation.rounds, recorder.by_prompt.get(prompt, ()), strict=False)
         answers.append([replace(drafted, text=text[: len(prompt) + r.root + 1]) for r, drafted in rounds])
     return decoded, answers
 
@@ -209,8 +209,8 @@ def require_training_probs(spec: Spec, rounds: Sequence[Drafted], sampling: Samp
                 )
             else:
                 apart = float((probs(logits_kW[k], sampling) - drafted.probs_MW[k]).abs().sum()) / 2
-                told = f"the probabilities of draft token {k + 1} differ from the training pass's by {apart:.3g}"
-                require(apart < CLOSE, told)
+                message = f"the probabilities of draft token {k + 1} differ from the training pass's by {apart:.3g}"
+                require(apart < CLOSE, message)
         if drafted.probs_MW is not None:
             same = equal(drafted.vocab_W, spec.head.draft_vocab)
             require(same, "a draft's probabilities are over other tokens than the head's draft vocabulary")

@@ -91,8 +91,8 @@ class Spec:
         """The target's answers to the prompts, half of them sampled."""
         half = len(self.requests) // 2
         halves = ((self.requests[:half], Sampling()), (self.requests[half:], Sampling(1.0)))
-        found = [decode_batch(self.target, TargetAlone(), *one).generations for one in halves]
-        return [to_sample(generation) for pair in zip(*found, strict=True) for generation in pair]
+        answers = [decode_batch(self.target, TargetAlone(), *one).generations for one in halves]
+        return [to_sample(generation) for pair in zip(*answers, strict=True) for generation in pair]
 
     @cached_property
     def head(self) -> DraftHead:

@@ -52,7 +52,7 @@ from draftsmith.heads.registry import find_method
 
 __all__ = ["CHECKS", "Spec", "run_conformance", "tiny_target"]
 
-_TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0))
+_TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0))
 
 
 def check_decoding_equals_training(spec: Spec) -> None:
@@ -80,16 +80,18 @@ def check_simulation(spec: Spec) -> None:
 
 def check_confidence(spec: Spec) -> None:
     """Check that drafts end where the training pass's confidences say so; heads without a confidence pass."""
-    if not spec.head.trains.has_confidence:
+    if "confidence" not in spec.head.trains.outputs:
         return
     batch = pack(spec, [[sample] for sample in spec.samples])
     ends: dict[float, float] = {}
     for tenth in range(1, 10):
         with torch.no_grad():
             steps = spec.deployed.with_confidence_threshold(tenth / 10).eval()(batch, spec.length).steps
-        told = [step.stops for step in steps if step.stops is not None]
-        require(len(told) == len(steps), "a head with a threshold does not say where its drafts end (StepOutput.stops)")
-        ends[tenth / 10] = float(torch.cat(told).float().mean())
+        stops = [step.stops for step in steps if step.stops is not None]
+        require(
+            len(stops) == len(steps), "a head with a threshold does not say where its drafts end (StepOutput.stops)"
+        )
+        ends[tenth / 10] = float(torch.cat(stops).float().mean())
     threshold = min(ends, key=lambda t: abs(ends[t] - 0.5))
     require(0.0 < ends[threshold] < 1.0, f"no threshold ends some drafts and not others{LEARN}")
     _same_rounds(
@@ -103,9 +105,9 @@ def _same_rounds(spec: Spec, head: DraftHead, where: str = "") -> None:
     k = spec.length
     for sampling in (GREEDY, SAMPLED):
         drafter = find_method(spec.method).make_drafter(head, k)
-        found = decode_batch(spec.verifier, drafter, spec.requests, sampling, rows=16).generations
-        decoded = [tally_generation(g, k) for g in found]
-        simulated = [t[k - 1] for t in simulate_generations(spec.verifier, head, found, sampling, k).tallies]
+        generations = decode_batch(spec.verifier, drafter, spec.requests, sampling, rows=16).generations
+        decoded = [tally_generation(g, k) for g in generations]
+        simulated = [t[k - 1] for t in simulate_generations(spec.verifier, head, generations, sampling, k).tallies]
         require(
             bool(total(decoded, k).accepted_K[0] >= FEW),
             f"fewer than {FEW} drafts were accepted at {sampling}{where}{LEARN}",
@@ -114,13 +116,13 @@ def _same_rounds(spec: Spec, head: DraftHead, where: str = "") -> None:
             ours, theirs = (
                 figures(replace(total(x, k), drafted=0) if where else total(x, k)) for x in (simulated, decoded)
             )
-            told = f"simulated and decoded rounds differ at temperature 0{where}"
-            require(torch.allclose(ours, theirs, atol=1e-6), told)
+            message = f"simulated and decoded rounds differ at temperature 0{where}"
+            require(torch.allclose(ours, theirs, atol=1e-6), message)
             continue
         errors = [d.rounds - s.rounds for d, s in zip(decoded, simulated, strict=True)]
         spread = sum(e * e for e in errors) ** 0.5
-        told = f"simulated and decoded rounds differ at temperature 1{where}"
-        require(abs(sum(errors)) <= 4 * spread + 1e-6, told)
+        message = f"simulated and decoded rounds differ at temperature 1{where}"
+        require(abs(sum(errors)) <= 4 * spread + 1e-6, message)
 
 
 def check_packing(spec: Spec) -> None:
@@ -153,11 +155,11 @@ def check_supervised_rows(spec: Spec) -> None:
         steps = head.eval()(batch, spec.length).steps
     for step, mask_BL in zip(some, masks, strict=True):
         rows = mask_BL.flatten().nonzero().flatten()
-        told = f"step {step.offset} of training gives logits of other rows"
-        require(equal(step.rows, rows), f"{told} than `supervised` names")
+        message = f"step {step.offset} of training gives logits of other rows"
+        require(equal(step.rows, rows), f"{message} than `supervised` names")
         require(
             not bool((mask_BL & ~supervised_rows(batch, step.offset)).any()),
-            f"{told} than docs/algorithms.md, rule 1, allows",
+            f"{message} than docs/algorithms.md, rule 1, allows",
         )
     offsets = [step.offset for step in steps]
     require(
@@ -225,11 +227,11 @@ def check_rows_are_independent(spec: Spec) -> None:
     requests = spec.requests[:5]
     for sampling in (GREEDY, SAMPLED):
         together, drafted = record(spec.verifier, spec.drafter(), requests, sampling, rows=2)
-        for place, request in enumerate(requests):
+        for index, request in enumerate(requests):
             alone, (drafted_alone,) = record(spec.verifier, spec.drafter(), [request], sampling)
-            same = together.generations[place].output_ids == alone.generations[0].output_ids
+            same = together.generations[index].output_ids == alone.generations[0].output_ids
             require(same, f"an answer at {sampling} differs between a batch and alone")
-            for ours, theirs in zip(drafted[place], drafted_alone, strict=True):
+            for ours, theirs in zip(drafted[index], drafted_alone, strict=True):
                 require(ours.tokens == theirs.tokens, f"a draft at {sampling} differs between a batch and alone")
                 if ours.probs_MW is not None and theirs.probs_MW is not None:
                     apart = float((ours.probs_MW - theirs.probs_MW).abs().sum(-1).max()) / 2 if ours.tokens else 0.0
@@ -250,19 +252,19 @@ def check_trees(spec: Spec) -> None:
     method, requests = find_method(spec.method), spec.requests[:16]
     alone = decode_batch(spec.verifier, TargetAlone(), requests, GREEDY).generations
     for kind in sorted(method.trees):
-        depth, drawn = min(2, spec.length), kind == "drawn"
-        tree = DynamicTree(depth, 2, 5) if kind == "dynamic" else StaticTree.of("small", _TREE).cut(depth)
+        depth, drawn = min(3, spec.length), kind == "drawn"
+        tree = DynamicTree(depth, 2, 6) if kind == "dynamic" else StaticTree.of("small", _TREE).cut(depth)
         system = head_system("", spec.deployed, depth, depth, tree=tree, drawn=drawn)
         try:
             drafter = system.make(depth)
         except TypeError as error:
             raise AssertionError(f"The method names {kind} trees, but its drafter takes none ({error}).") from error
-        found = decode_batch(spec.verifier, drafter, requests, GREEDY, rows=5).generations
-        wrong = sum(a.output_ids != b.output_ids for a, b in zip(alone, found, strict=True))
+        generations = decode_batch(spec.verifier, drafter, requests, GREEDY, rows=5).generations
+        wrong = sum(a.output_ids != b.output_ids for a, b in zip(alone, generations, strict=True))
         require(not wrong, f"{wrong} of {len(alone)} greedy answers with a {kind} tree differ from the target's own")
         if system.simulate is not None:
-            decoded = total([tally_generation(g, depth) for g in found], depth)
-            simulated = system.simulate(spec.verifier, found, GREEDY, depth).tallies
+            decoded = total([tally_generation(g, depth) for g in generations], depth)
+            simulated = system.simulate(spec.verifier, generations, GREEDY, depth).tallies
             same = torch.allclose(figures(total([t[-1] for t in simulated], depth)), figures(decoded), atol=1e-6)
             require(same, f"simulated and decoded rounds differ with a {kind} tree")
 
@@ -271,19 +273,19 @@ def check_drawn_trees(spec: Spec) -> None:
     """Check that above temperature 0 the children of a drawn tree's node are drawn, in their order and without
     replacement, from the probabilities that the training pass has for the text and the node's path; and that dynamic
     trees draft there too."""
-    trees, depth = find_method(spec.method).trees, min(2, spec.length)
+    trees, depth = find_method(spec.method).trees, min(3, spec.length)
     if "dynamic" in trees:
-        dynamic = head_system("", spec.deployed, depth, depth, tree=DynamicTree(depth, 2, 5), drawn=False)
+        dynamic = head_system("", spec.deployed, depth, depth, tree=DynamicTree(depth, 2, 6), drawn=False)
         decode_batch(spec.verifier, dynamic.make(depth), spec.requests[:4], SAMPLED, rows=2)
     if "drawn" not in trees:
         return
     tree = StaticTree.of("small", _TREE).cut(depth)
     drafter = head_system("", spec.deployed, depth, depth, tree=tree, drawn=True).make(depth)
-    found = record_trees(spec.verifier, drafter, spec.requests, SAMPLED, rows=8)
-    require(len(found) >= FEW, f"only {len(found)} drawn trees were drafted")
-    draws = [draw for tree in found for draw in tree.draws()]
+    drafted = record_trees(spec.verifier, drafter, spec.requests, SAMPLED, rows=8)
+    require(len(drafted) >= FEW, f"only {len(drafted)} drawn trees were drafted")
+    draws = [draw for tree in drafted for draw in tree.draws()]
     require(drawn_from(draws), "nodes of drawn trees are not drawn from the probabilities that they name")
-    require_training_probs(spec, [branch for tree in found[: 3 * FEW] for branch in tree.branches()], SAMPLED)
+    require_training_probs(spec, [branch for tree in drafted[: 3 * FEW] for branch in tree.branches()], SAMPLED)
 
 
 CHECKS: dict[str, Callable[[Spec], None]] = {
@@ -325,9 +327,9 @@ def _loss_and_gradients(
         loss = head_loss(head(batch, head.trains.steps), batch, spec.target.head, head.draft_vocab, spec.loss).loss_sum
         loss.backward()
         losses = losses + loss.detach().cpu()
-    found = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.clone() for name, p in head.named_parameters() if p.grad is not None}
     head.zero_grad()
-    return {"the loss": losses} | {f"the gradient of {name}": value for name, value in found.items()}
+    return {"the loss": losses} | {f"the gradient of {name}": value for name, value in gradients.items()}
 
 
 def _same_head(spec: Spec, head: DraftHead, again: DraftHead, what: str) -> None:

@@ -212,7 +212,7 @@ def head_system(
     rounded = "" if weights is None else f", {weights}"
     until = "" if threshold is None else f" until {threshold:g}"
     lossy = "" if typical is None else ", typical (lossy)"
-    tuned = ", tuned target" if head.trains.tunes_target or verifier is not None else ""
+    tuned = ", tuned target" if "tuned" in head.trains.outputs or verifier is not None else ""
     drafting = head if threshold is None else head.with_confidence_threshold(threshold)
     if weights is not None:
         drafting = quantize_head(drafting, weights)

@@ -273,7 +273,7 @@ def sample_rows(batch: TrainBatch, rows_BL: Tensor, count: int) -> Tensor:
     order_n = drawn_n.argsort(stable=True)
     order_n = order_n[document_n[order_n].argsort(stable=True)]
     sorted_n = document_n[order_n]
-    place_n = torch.arange(len(sorted_n), device=sorted_n.device) - torch.searchsorted(sorted_n, sorted_n)
+    rank_n = torch.arange(len(sorted_n), device=sorted_n.device) - torch.searchsorted(sorted_n, sorted_n)
     chosen = torch.zeros(rows_BL.numel(), dtype=torch.bool, device=rows_BL.device)
-    chosen[marked_n[order_n[place_n < count]]] = True
+    chosen[marked_n[order_n[rank_n < count]]] = True
     return chosen.view_as(rows_BL)

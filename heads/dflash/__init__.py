@@ -1,10 +1,19 @@
 """DFlash: a block of tokens in one pass."""
 
+from dataclasses import dataclass
+
+from draftsmith.heads.block.options import BlockOptions
 from draftsmith.heads.registry import Method
+
+
+@dataclass(frozen=True)
+class DFlashOptions(BlockOptions):
+    """The `head:` section of a recipe. A block of B slots drafts B - 1 tokens."""
+
 
 METHOD = Method(
     __name__,
-    options="options:DFlashOptions",
+    options=":DFlashOptions",
     drafter="draftsmith.heads.block.drafter:DFlashDrafter",
     cost="cost:DFlashCost",
     formats="formats",

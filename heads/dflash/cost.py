@@ -1,7 +1,7 @@
 """The cost of training a DFlash head; symbols as in heads/block/cost.py."""
 
 from draftsmith.heads.block.cost import BlockCost
-from draftsmith.heads.dflash.options import DFlashOptions
+from draftsmith.heads.dflash import DFlashOptions
 
 
 class DFlashCost(BlockCost):

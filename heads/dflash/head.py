@@ -16,7 +16,7 @@ from torch import Tensor
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import StepOutput
 from draftsmith.heads.block.base import BlockHead
-from draftsmith.heads.dflash.options import DFlashOptions
+from draftsmith.heads.dflash import DFlashOptions
 
 
 class DFlashHead(BlockHead):
@@ -33,7 +33,7 @@ class DFlashHead(BlockHead):
                 StepOutput(k, at, self.late(self.logits, x)) for k, (at, x) in enumerate(zip(rows, states, strict=True))
             ]
         logits = self.logits(torch.cat([*states])).split([len(x) for x in rows])
-        return [StepOutput(k, at, found) for k, (at, found) in enumerate(zip(rows, logits, strict=True))]
+        return [StepOutput(k, at, logits_k) for k, (at, logits_k) in enumerate(zip(rows, logits, strict=True))]
 
 
 build, load = DFlashHead.build, DFlashHead.load

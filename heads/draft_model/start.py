@@ -35,9 +35,9 @@ def starting_point(options: DraftLmOptions, target: Target) -> Start:
     if options.init_from is None and options.layers_from_target is None:
         return _new_config(options, target), None
     key = "init_from" if options.layers_from_target is None else "layers_from_target"
-    if told := next((name for name in SIZES if getattr(options, name) is not None), None):
+    if named := next((name for name in SIZES if getattr(options, name) is not None), None):
         raise UserError(
-            f"head.{told} is {getattr(options, told)}, but head.{key} names what has sizes of its own: leave head.{told} out."
+            f"head.{named} is {getattr(options, named)}, but head.{key} names what has sizes of its own: leave head.{named} out."
         )
     if options.init_from is not None:
         return _from_model(options.init_from, target)
@@ -154,13 +154,13 @@ def _from_target(layers: list[int], target: Target) -> Start:
     what = f"head.layers_from_target: the target {target.path}"
     config = read_llama(target.config, what, "start from scratch, or name a small model in head.init_from")
     config.num_hidden_layers = len(layers)
-    place = {str(layer): str(number) for number, layer in enumerate(layers)}
+    new_number = {str(layer): str(number) for number, layer in enumerate(layers)}
     tensors = {}
     for name, value in target.model.state_dict().items():
         parts = name.split(".")
         if parts[:2] == ["model", "layers"]:
-            if parts[2] not in place:
+            if parts[2] not in new_number:
                 continue
-            parts[2] = place[parts[2]]
+            parts[2] = new_number[parts[2]]
         tensors[".".join(parts)] = value.detach().float().clone()
     return config, drop_tied(config, tensors)

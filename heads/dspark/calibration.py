@@ -1,9 +1,11 @@
-"""Making confidences mean what they say: sequential temperature scaling, and how far off they are.
+"""Calibrate the confidences of a block drafter: one temperature per slot, and the error before and after.
 
-The slots of a block are fitted one after the other: the chance that a draft survives slot k is the product of the slots'
-calibrated confidences up to k, and with those before it fixed, slot k's temperature is the one that makes this product
-the best prediction of whether the draft survived (Guo et al., "On Calibration of Modern Neural Networks" (2017), for one
-slot). Shapes: M rows, S slots; NaN where a row has no such slot.
+A draft survives slot k if its tokens up to k are all accepted. The head predicts that chance as a product: the calibrated
+confidences of slots 0 to k. Slots are fitted in order. Slot k's temperature is the one for which the product predicts best
+whether drafts survived; the temperatures of earlier slots are fixed by then. For one slot this is temperature scaling (Guo
+et al., "On Calibration of Modern Neural Networks", 2017).
+
+Shapes: M rows, S slots, n rows that have a slot; NaN where a row has no such slot.
 """
 
 from dataclasses import dataclass
@@ -18,8 +20,11 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class Calibrated:
-    """temperatures: one per slot. before, after: the expected calibration error of the survival at each slot, without them
-    and with them; `after` is that of halves of the texts fitted on the other half. rows: that each slot was fitted on."""
+    """What the fit gave, a number per slot.
+
+    temperatures: what log-odds are divided by. before, after: the expected calibration error of the survival, uncalibrated and
+    calibrated; for `after` each half of the texts has the temperatures fitted on the other half. rows: how many rows were fitted.
+    """
 
     temperatures: list[float]
     before: list[float]
@@ -28,18 +33,18 @@ class Calibrated:
 
 
 def calibrate(log_odds_MS: Tensor, accepted_MS: Tensor, half_M: Tensor) -> Calibrated:
-    """Fit the temperatures. log_odds: of each slot's token being accepted, those before it being so. accepted: the chance
-    that it was, given the text. half: bool, which half of the texts a row is of."""
+    """Fit the temperatures and measure the errors.
+
+    log_odds_MS: that a slot's token is accepted, given that those before it are. accepted_MS: the chance that it was, on the text.
+    half_M: bool, which half of the texts a row belongs to.
+    """
     log_odds_MS, accepted_MS = log_odds_MS.double().cpu(), accepted_MS.double().cpu()
     half_M, ones = half_M.cpu(), torch.ones(log_odds_MS.shape[1], dtype=torch.float64)
-    halves = [
-        (fit_temperatures(log_odds_MS[half_M == fitted], accepted_MS[half_M == fitted]), half_M != fitted)
-        for fitted in (True, False)
-    ]
     survived_MS = accepted_MS.cumprod(1)
     heldout_MS = torch.full_like(log_odds_MS, torch.nan)
-    for temperatures_S, other_M in halves:
-        heldout_MS[other_M] = survival(log_odds_MS[other_M], temperatures_S)
+    for fitted_M in (half_M, ~half_M):
+        temperatures_S = fit_temperatures(log_odds_MS[fitted_M], accepted_MS[fitted_M])
+        heldout_MS[~fitted_M] = survival(log_odds_MS[~fitted_M], temperatures_S)
     return Calibrated(
         fit_temperatures(log_odds_MS, accepted_MS).tolist(),
         _errors(survival(log_odds_MS, ones), survived_MS),
@@ -49,36 +54,36 @@ def calibrate(log_odds_MS: Tensor, accepted_MS: Tensor, half_M: Tensor) -> Calib
 
 
 def survival(log_odds_MS: Tensor, temperatures_S: Tensor) -> Tensor:
-    """Return [M, S]: the chance that the draft reaches and passes each slot."""
+    """Return [M, S]: the predicted chance that the draft survives each slot."""
     return torch.sigmoid(log_odds_MS / temperatures_S).cumprod(1)
 
 
 def fit_temperatures(log_odds_MS: Tensor, accepted_MS: Tensor) -> Tensor:
-    """Return [S]: the temperature of each slot, those of the slots before it being fixed. A slot without rows keeps 1."""
+    """Return the temperatures [S], fitted in order. A slot without rows keeps 1."""
     survived_MS = accepted_MS.cumprod(1)
-    found_S = torch.ones(log_odds_MS.shape[1], dtype=torch.float64)
+    temperatures_S = torch.ones(log_odds_MS.shape[1], dtype=torch.float64)
     reached_M = torch.ones(len(log_odds_MS), dtype=torch.float64)
-    for k in range(len(found_S)):
+    for k in range(len(temperatures_S)):
         here_M = ~(log_odds_MS[:, k] + survived_MS[:, k]).isnan()
         if bool(here_M.any()):
-            found_S[k] = _fit(log_odds_MS[here_M, k], reached_M[here_M], survived_MS[here_M, k])
-        reached_M = reached_M * torch.sigmoid(log_odds_MS[:, k] / found_S[k])
-    return found_S
+            temperatures_S[k] = _fit(log_odds_MS[here_M, k], reached_M[here_M], survived_MS[here_M, k])
+        reached_M = reached_M * torch.sigmoid(log_odds_MS[:, k] / temperatures_S[k])
+    return temperatures_S
 
 
 def expected_calibration_error(chance_n: Tensor, outcome_n: Tensor) -> float:
-    """Return the mean distance, over bins of equal width and by their sizes, between chances and what happened."""
+    """Return how far predicted chances are from outcomes: the mean over bins of equal width, weighted by their sizes."""
     bin_n = (chance_n * _BINS).long().clamp(max=_BINS - 1)
     gap = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bin_n, chance_n - outcome_n)
     return float(gap.abs().sum() / max(len(chance_n), 1))
 
 
 def _errors(chance_MS: Tensor, survived_MS: Tensor) -> list[float]:
-    found = []
+    errors = []
     for chance_M, survived_M in zip(chance_MS.T, survived_MS.T, strict=True):
         here_M = ~(chance_M + survived_M).isnan()
-        found.append(expected_calibration_error(chance_M[here_M], survived_M[here_M]))
-    return found
+        errors.append(expected_calibration_error(chance_M[here_M], survived_M[here_M]))
+    return errors
 
 
 def _fit(log_odds_n: Tensor, reached_n: Tensor, survived_n: Tensor) -> float:

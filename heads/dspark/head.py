@@ -42,8 +42,8 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkHead(BlockHead):
-    """The DSpark drafter. temperatures: [S] by which the slots' log-odds are divided, fitted after training. threshold: drafts
-    end before the first slot that is less likely to be reached and accepted, None for never."""
+    """The DSpark drafter. temperatures: [S], what the slots' log-odds are divided by, fitted after training. threshold: a draft ends
+    before the first slot that it survives with a smaller chance; None: it never ends early."""
 
     method: ClassVar[str] = "dspark"
     options_class = DSparkOptions
@@ -57,8 +57,8 @@ class DSparkHead(BlockHead):
         super().__init__(options, config, *others)
         V, H, r = config.vocab_size, config.hidden_size, options.markov_rank
         self.markov_head = MarkovHead(V, V if self.draft_vocab is None else len(self.draft_vocab), r)
-        no_muon = ("markov_head", "confidence_head")
-        self.trains = replace(self.trains, has_confidence=options.confidence_head, no_muon=no_muon)
+        outputs = frozenset({"confidence"} if options.confidence_head else ())
+        self.trains = replace(self.trains, outputs=outputs, no_muon=("markov_head", "confidence_head"))
         self.confidence_head = ConfidenceHead(H + r) if options.confidence_head else None
         self.register_buffer("temperatures", torch.ones(options.block_size) if options.confidence_head else None)
 
@@ -88,7 +88,7 @@ class DSparkHead(BlockHead):
 
     def _biased(self, states: Tensor, before: Tensor) -> Tensor:
         """States [R, H] and embeddings of the tokens before [R, r] -> logits [R, W]."""
-        return self.logits(states) + self.markov_head.markov_w2(before)
+        return self.logits(states) + self.bias(before)
 
     def bias(self, before: Tensor) -> Tensor:
         """Embeddings of the tokens before [..., r] -> what they add to the logits, [..., W]."""
@@ -101,7 +101,7 @@ class DSparkHead(BlockHead):
         return self.confidence_head.proj(torch.cat([states, before.to(states.dtype)], -1))[..., 0]
 
     def calibrated(self, slot: int, log_odds: Tensor) -> Tensor:
-        """Log-odds of a slot -> the chance that its token is accepted, those before it being so."""
+        """Log-odds of a slot -> the chance that its token is accepted, given that those before it are."""
         return torch.sigmoid(log_odds.float() / self.temperatures[slot])
 
     def with_confidence_threshold(self, threshold: float) -> "DSparkHead":
@@ -116,20 +116,20 @@ class DSparkHead(BlockHead):
     def calibrate(self, passes: Iterable[tuple[TrainBatch, HeadOutput, Tensor]]) -> dict[str, Any]:
         """Fit the slots' temperatures to what became of drafts along answers; return them with the errors before and after."""
         log_odds, accepted, halves = [], [], []
-        for place, (batch, output, c_BLK) in enumerate(passes):
+        for index, (batch, output, c_BLK) in enumerate(passes):
             steps = output.steps
             rows = steps[0].rows
             odds = torch.full((batch.ids.numel(), len(steps)), torch.nan, dtype=torch.float64, device=rows.device)
             for step in steps:
                 assert step.confidence is not None
                 odds[step.rows, step.offset] = step.confidence.double()
-            number = batch.document + place + torch.arange(len(batch.ids), device=rows.device)[:, None]
+            number = batch.document + index + torch.arange(len(batch.ids), device=rows.device)[:, None]
             log_odds.append(odds[rows])
             accepted.append(c_BLK.flatten(0, 1)[rows])
             halves.append((number.flatten()[rows] % 2).bool())
-        found = calibrate(torch.cat(log_odds), torch.cat(accepted), torch.cat(halves))
-        self.temperatures.copy_(torch.tensor(found.temperatures))
-        return asdict(found)
+        fitted = calibrate(torch.cat(log_odds), torch.cat(accepted), torch.cat(halves))
+        self.temperatures.copy_(torch.tensor(fitted.temperatures))
+        return asdict(fitted)
 
 
 build, load = DSparkHead.build, DSparkHead.load

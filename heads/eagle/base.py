@@ -86,8 +86,8 @@ class EagleHead(DraftHead):
                 tokens_R = shift_left(batch.ids, 1 + step, 0).flatten()[plan.rows]
                 out_RH = passing.step(step, *self.layer_input(self._embed(tokens_R), self.feedback(out_RH)))
             counted = mask.flatten()[plan.rows].nonzero().flatten()
-            found = out_RH[counted]
-            steps.append(StepOutput(step, plan.rows[counted], self.logits(found), self.feature(found)))
+            states = out_RH[counted]
+            steps.append(StepOutput(step, plan.rows[counted], self.logits(states), self.feature(states)))
         return HeadOutput(tuple(steps))
 
     def first_step(self, batch: TrainBatch, hidden_BLH: Tensor, passing: TrainingPass) -> Tensor:

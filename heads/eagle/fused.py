@@ -6,7 +6,7 @@ Shapes: B batch rows, n tokens, H draft hidden, Ht target hidden, A aux layers, 
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,11 @@ class FusedHead(EagleHead):
 
     embedding: [V, Ht] the target's raw input embedding, shared and frozen unless it is to be trained, of its sizes alone
     where the draft has a width of its own. draft_vocab: [W] sorted target ids, or None for all of them. Weights start in
-    fp32 at torch's defaults; `start` fills lm_head.
+    fp32 at torch's defaults; `build` fills lm_head.
     """
 
     options: DraftShape
+    options_class: ClassVar[type[DraftShape]]
 
     def __init__(
         self,
@@ -50,10 +51,8 @@ class FusedHead(EagleHead):
         (V, Ht), H, A, eps = embedding.shape, config.hidden_size, len(layer_ids), config.rms_norm_eps
         assert config.vocab_size == V
         self.options, self.config, self.window = options, config, options.sliding_window
-        self.reads, self.trains = (
-            Reads(tuple(layer_ids), context_length=steady_positions(config)),
-            Trains(options.steps),
-        )
+        self.reads = Reads(tuple(layer_ids), context_length=steady_positions(config))
+        self.trains = Trains(options.steps)
         # A longer draft would lose sight of its own root.
         self.drafts = Drafts(self.window)
         self.num_kv_heads: int = config.num_key_value_heads
@@ -97,7 +96,7 @@ class FusedHead(EagleHead):
         return self.fc(aux)
 
     def lr_factor(self, name: str) -> float:
-        """Return a smaller rate for an `fc` whose weights `start` made smaller, in the same proportion."""
+        """Return a smaller rate for an `fc` whose weights `build` made smaller, in the same proportion."""
         if name != "fc.weight" or self.options.norm_before_residual:
             return 1.0
         weight = self.fc.weight.detach()
@@ -135,38 +134,47 @@ class FusedHead(EagleHead):
         """Return what `load` needs besides the tensors, as JSON."""
         return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
 
+    @classmethod
+    def build(cls, options: DraftShape, target: Target, draft_vocab: Tensor | None) -> Self:
+        """Return an untrained fp32 head for `target`, its final norm the target's and its lm_head the target's rows of the draft
+        vocabulary, or what of low rank comes closest to them; one of another width starts at random.
 
-Head = TypeVar("Head", bound=FusedHead)
-
-
-def start(kind: type[Head], options: DraftShape, target: Target, draft_vocab: Tensor | None) -> Head:
-    """Return an untrained fp32 head for `target`, its final norm the target's and its lm_head the target's rows of the draft
-    vocabulary, or what of low rank comes closest to them; one of another width starts at random.
-
-    draft_vocab: [W] sorted unique target ids, or None for all. Raises UserError for layer ids that the target
-    does not have and for dimensions that do not fit together.
-    """
-    layer_ids = layer_ids_of(options, target)
-    target.check_layer_ids(layer_ids)
-    options.check_adopted()
-    vocab = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)
-    assert vocab is None or bool((vocab.diff() > 0).all()), "the draft vocabulary is sorted and unique"
-    config = derive_layer_config(options, target)
-    _check_sizes(options, config, target, target.vocab_size if vocab is None else len(vocab))
-    with torch.device(target.device):
-        head = kind(options, config, layer_ids, target.embedding, vocab)
-    if not options.norm_before_residual:
-        _normalise_streams(head, target)
-    if not head.shares_width(target.hidden_size):
+        draft_vocab: [W] sorted unique target ids, or None for all. Raises UserError for layer ids that the target does not have
+        and for dimensions that do not fit together.
+        """
+        layer_ids = layer_ids_of(options, target)
+        target.check_layer_ids(layer_ids)
+        options.check_adopted()
+        vocab = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)
+        assert vocab is None or bool((vocab.diff() > 0).all()), "the draft vocabulary is sorted and unique"
+        config = derive_layer_config(options, target)
+        _check_sizes(options, config, target, target.vocab_size if vocab is None else len(vocab))
+        with torch.device(target.device):
+            head = cls(options, config, layer_ids, target.embedding, vocab)
+        if not options.norm_before_residual:
+            _normalise_streams(head, target)
+        if head.shares_width(target.hidden_size):
+            _start_as_the_target(head, target)
         return head
+
+    @classmethod
+    def load(cls, spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Self:
+        """Return the head that `describe` and its layer_ids wrote down; its weights are still to be filled in."""
+        options, config = cls.options_class(**spec["options"]), LlamaConfig(**spec["layer_config"])
+        with torch.device(target.device):
+            return cls(options, config, spec["layer_ids"], target.embedding, draft_vocab)
+
+
+@torch.no_grad()
+def _start_as_the_target(head: FusedHead, target: Target) -> None:
+    """Let the head's projection and final norm compute the target's logits of the draft vocabulary."""
     left = start_norm(head.norm, target, target.head.scale)
-    weight = (target.head.weight if vocab is None else target.head.weight[vocab]).detach().float() * left
+    vocab = slice(None) if head.draft_vocab is None else head.draft_vocab
+    weight = target.head.weight[vocab].detach().float() * left
     if isinstance(head.lm_head, LowRankLinear):
         head.lm_head.approximate(weight)
-        return head
-    with torch.no_grad():
+    else:
         head.lm_head.weight.copy_(weight)
-    return head
 
 
 @torch.no_grad()

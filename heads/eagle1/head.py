@@ -65,7 +65,7 @@ class Eagle1Head(EagleHead):
         assert embedding.shape[1] == target_head.weight.shape[1] == H
         self.options, self.config = options, config
         self.reads = Reads(context_length=steady_positions(config))
-        self.trains = Trains(options.aligned_passes, predicts_features=True, measured_on_target=("embedding_scale",))
+        self.trains = Trains(options.aligned_passes, frozenset({"feature"}), measured_on_target=("embedding_scale",))
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.fc = nn.Linear(2 * H, H, bias=options.fc_bias)
         self.layers = nn.ModuleList([Eagle1Layer(config, qkv_bias=options.qkv_bias)])

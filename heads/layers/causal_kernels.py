@@ -104,8 +104,8 @@ def _band(plan: RowPlan, group: Group, like: Tensor) -> dict[str, Any]:
     m = group.tokens_nm.shape[1]
     if plan.window is None or plan.window >= m:
         return {"is_causal": True}
-    place = torch.arange(m, device=like.device)
-    apart = place[:, None] - place
+    index_m = torch.arange(m, device=like.device)
+    apart = index_m[:, None] - index_m
     hidden = (apart < 0) | (apart >= plan.window)
     return {"is_causal": False, "attn_mask": like.new_zeros(m, m).masked_fill_(hidden, -torch.inf)}
 
@@ -136,8 +136,8 @@ def _backward_by_groups(
         parts = (grad_part, q_part, _tokens(k_BLGD, group), _tokens(v_BLGD, group), out_part, lse_part)
         pieces = _cpu_backward(*parts, dropout_p=0.0, scale=scale, **_band(plan, group, q))
         places = (group.queries_nm, group.tokens_nm, group.tokens_nm)
-        for gradient, place, piece in zip((d_q, d_k, d_v), places, pieces, strict=True):
-            gradient[place] = piece.transpose(1, 2)
+        for gradient, index, piece in zip((d_q, d_k, d_v), places, pieces, strict=True):
+            gradient[index] = piece.transpose(1, 2)
     return Gradients(d_q[:-1], d_k[:-1].view_as(k_BLGD), d_v[:-1].view_as(v_BLGD))
 
 

@@ -54,11 +54,11 @@ def start_norm(norm: nn.Module, target: Target, scale: float = 1.0) -> float:
     Gemma's weights are largest where its states are next to nothing: they would make the logits of a draft's states, which are
     not so yet, ten times as large as its own. Such weights are copied at the size of the target's last states, to a power of two.
     """
-    weight, found = norm.weight, final_norm_weight(target)
-    if found is None or not isinstance(weight, Tensor) or weight.shape != found.shape:
+    weight, target_weight = norm.weight, final_norm_weight(target)
+    if target_weight is None or not isinstance(weight, Tensor) or weight.shape != target_weight.shape:
         return scale
-    size = float(2 ** (sizes(target)[0] / found.square().mean().sqrt()).log2().round())
-    weight.copy_(found * scale * min(size, 1.0))
+    size = float(2 ** (sizes(target)[0] / target_weight.square().mean().sqrt()).log2().round())
+    weight.copy_(target_weight * scale * min(size, 1.0))
     return 1.0
 
 

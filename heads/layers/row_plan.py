@@ -69,15 +69,15 @@ class RowPlan:
     def groups(self) -> tuple[Group, ...]:
         """The documents grouped by length, for kernels that take lines of one length."""
         device, past = self.rows.device, self.documents.numel()
-        place = torch.full((past + 1,), len(self.rows), device=device)
-        place[self.rows] = torch.arange(len(self.rows), device=device)
+        query_index = torch.full((past + 1,), len(self.rows), device=device)
+        query_index[self.rows] = torch.arange(len(self.rows), device=device)
         groups = []
         by_length = sorted(self.spans, key=lambda span: span[1])
         for _, members in groupby(by_length, key=lambda span: -(-span[1] // BUCKET)):
             first, length = torch.tensor(list(members), device=device).T[..., None]
             offset = torch.arange(int(length.max()), device=device)
             tokens_nm = torch.where(offset < length, first + offset, past)
-            groups.append(Group(tokens_nm, place[tokens_nm]))
+            groups.append(Group(tokens_nm, query_index[tokens_nm]))
         return tuple(groups)
 
     @cached_property
@@ -90,9 +90,9 @@ class RowPlan:
         shift = torch.repeat_interleave(first - starts[:-1], length, output_size=total)
         number = torch.arange(total, device=device)
         tokens_T = number + shift
-        place = torch.empty(self.documents.numel(), dtype=torch.int64, device=device)
-        place[tokens_T] = number
-        return Packed(tokens_T, place[self.rows], starts.int(), max(tokens for _, tokens in self.spans))
+        index = torch.empty(self.documents.numel(), dtype=torch.int64, device=device)
+        index[tokens_T] = number
+        return Packed(tokens_T, index[self.rows], starts.int(), max(tokens for _, tokens in self.spans))
 
 
 def plan_rows(document_BL: Tensor, needed_BL: Tensor) -> RowPlan:

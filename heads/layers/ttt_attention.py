@@ -70,9 +70,9 @@ def eager_ttt_attention(
 
 def _visible(plan: RowPlan, L: int) -> Tensor:
     """Return [R, L] bool: which context keys of its batch row each query row sees."""
-    row, place = plan.rows // L, plan.rows % L
-    same_RL = plan.documents[row] == plan.documents[row, place][:, None]
-    apart_RL = place[:, None] - torch.arange(L, device=place.device)
+    row, column = plan.rows // L, plan.rows % L
+    same_RL = plan.documents[row] == plan.documents[row, column][:, None]
+    apart_RL = column[:, None] - torch.arange(L, device=column.device)
     return same_RL & (apart_RL >= 0) & (apart_RL < (L if plan.window is None else plan.window))
 
 

@@ -163,22 +163,22 @@ def head_loss(
     draft_vocab: [W] sorted target ids, None for all. warmup_weight: multiplies the losses of the draft, see
     `LossSpec.warmup_weight`. The teacher of a target that is tuned too (output.tuned) is the original.
     """
-    draft_probs = output.steps if output.tuned is None else (*output.steps, output.tuned)
     with torch.autocast(batch.ids.device.type, enabled=False):
-        needed, index = torch.unique(torch.cat([s.rows + 1 + s.offset for s in draft_probs]), return_inverse=True)
-        teacher = make_teacher(batch, needed, target_head, draft_vocab)
-        top1 = batch.top1.flatten()[needed]
+        rows = torch.cat([s.rows + 1 + s.offset for s in output.scored])
+        positions, index = torch.unique(rows, return_inverse=True)
+        teacher = make_teacher(batch, positions, target_head, draft_vocab)
+        top1 = batch.top1.flatten()[positions]
         loss_of = _row_terms(spec, batch, output.tuned is not None)
         weights = _row_weights(batch, spec, output.steps[0].rows)
         sums = []
-        places = index.split([len(s.rows) for s in draft_probs])
-        for step, where in zip(output.steps, places, strict=False):
+        indices = index.split([len(s.rows) for s in output.scored])
+        for step, index_R in zip(output.steps, indices, strict=False):
             weight = None if weights is None else weights[step.rows]
-            sums.append(_step_sums(step, teacher, where, top1[where], weight, draft_vocab, loss_of))
+            sums.append(_step_sums(step, teacher, index_R, top1[index_R], weight, draft_vocab, loss_of))
         tuned_loss, tuned = torch.zeros((), device=batch.ids.device), None
         if output.tuned is not None:
             assert draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
-            tuned_loss, tuned = _tuned_sums(output.tuned, teacher.select(places[-1]), top1[places[-1]], weights, spec)
+            tuned_loss, tuned = _tuned_sums(output.tuned, teacher.select(indices[-1]), top1[indices[-1]], weights, spec)
     depth = torch.tensor([spec.step_weight(s.offset) for s in output.steps], device=batch.ids.device)
     step_loss = torch.stack([s.loss for s in sums])
     return LossOutput(
@@ -202,22 +202,22 @@ class _StepSums:
 def _step_sums(
     step: StepOutput,
     teacher: Teacher,
-    where_R: Tensor,
+    index_R: Tensor,
     top1_R: Tensor,
     weight_R: Tensor | None,
     draft_vocab: Tensor | None,
     loss_of: Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor],
 ) -> _StepSums:
-    """Return the sums over a step's rows, whose distributions are those of `teacher` at `where_R`."""
+    """Return the sums over a step's rows, whose distributions are those of `teacher` at `index_R`."""
     if not torch.is_grad_enabled() and len(step.rows) > _CHUNK_ROWS:
         parts = []
         for piece in torch.arange(len(step.rows), device=top1_R.device).split(_CHUNK_ROWS):
             weight = None if weight_R is None else weight_R[piece]
-            own = (step.select(piece), teacher, where_R[piece], top1_R[piece], weight)
+            own = (step.select(piece), teacher, index_R[piece], top1_R[piece], weight)
             parts.append(_step_sums(*own, draft_vocab, loss_of))
         sums = ([getattr(part, field.name) for part in parts] for field in fields(_StepSums))
         return _StepSums(*(torch.stack(values).sum(0) for values in sums))
-    teacher, log_q_RW = teacher.select(where_R), torch.log_softmax(step.logits, -1, dtype=torch.float32)
+    teacher, log_q_RW = teacher.select(index_R), torch.log_softmax(step.logits, -1, dtype=torch.float32)
     best_R = draft_index(top1_R, draft_vocab)
     kept_R = (best_R >= 0).to(log_q_RW.dtype)
     loss_R = loss_of(step, log_q_RW, teacher, kept_R)
@@ -230,17 +230,17 @@ def _step_sums(
 
 
 def _tuned_sums(
-    probs: StepOutput, teacher: Teacher, top1_R: Tensor, weights: Tensor | None, spec: LossSpec
+    step: StepOutput, teacher: Teacher, top1_R: Tensor, weights: Tensor | None, spec: LossSpec
 ) -> tuple[Tensor, Tensor]:
     """Return a tuned target's weighted loss, and `LossOutput.tuned`."""
-    log_q_RV = torch.log_softmax(probs.logits, -1, dtype=torch.float32)
-    apart_R = kl(log_q_RV, teacher)
-    loss_R = apart_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, teacher)
-    loss_R = loss_R if weights is None else loss_R * weights[probs.rows]
+    log_q_RV = torch.log_softmax(step.logits, -1, dtype=torch.float32)
+    kl_R = kl(log_q_RV, teacher)
+    loss_R = kl_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, teacher)
+    loss_R = loss_R if weights is None else loss_R * weights[step.rows]
     loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
     same = (log_q_RV.argmax(-1) == top1_R).sum()
-    rows = torch.tensor(len(probs.rows), device=probs.rows.device)
-    return loss, torch.stack([loss, apart_R.sum(), same.float(), rows.float()]).detach()
+    rows = torch.tensor(len(step.rows), device=step.rows.device)
+    return loss, torch.stack([loss, kl_R.sum(), same.float(), rows.float()]).detach()
 
 
 def _document_rows(batch: TrainBatch, rows_BL: Tensor) -> tuple[Tensor, Tensor]:

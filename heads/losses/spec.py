@@ -101,31 +101,32 @@ class LossSpec:
     def check_head(self, head: "DraftHead") -> None:
         """Raise UserError where the losses need what `head` does not have."""
         trains, heads = head.trains, f"{head.method} heads of this recipe"
+        confident, tunes_target = ("confidence" in trains.outputs), ("tuned" in trains.outputs)
         self.check_steps(trains.steps)
         if self.decay not in (type(self).decay, 1.0) and trains.steps == 1:
             raise UserError(f"train.loss.decay is {self.decay}, but {heads} learn a single step: leave it out.")
         terms = [
-            *self.term_weights(trains.predicts_features, trains.tunes_target),
+            *self.term_weights("feature" in trains.outputs, tunes_target),
             *self.also.values(),
             self.top_k_weight,
         ]
         # Losses that only some heads have; null where they count in full.
-        parts = [self.confidence_weight] * trains.has_confidence + [self.tuned_weight] * trains.tunes_target
+        parts = [self.confidence_weight] * confident + [self.tuned_weight] * tunes_target
         if not any(terms) and all(weight == 0 for weight in parts):
             raise UserError(
                 "train.loss.weight is 0 and no other loss has a weight, so nothing would be learned: raise one."
             )
-        if self.confidence_weight == 0 and trains.has_confidence:
+        if self.confidence_weight == 0 and confident:
             raise UserError(
                 "train.loss.confidence_weight is 0, which leaves the confidence untrained: set head.confidence_head to false, "
                 "or a weight."
             )
-        if self.confidence_weight and not trains.has_confidence:
+        if self.confidence_weight and not confident:
             raise UserError(
                 f"train.loss.confidence_weight is {self.confidence_weight}, but {heads} say no confidence: leave it out."
             )
         unusual = {"tuned_kind": self.tuned_kind != "kl", "tuned_weight": self.tuned_weight, "ramp": self.ramp}
-        if (key := next((key for key, named in unusual.items() if named), None)) and not trains.tunes_target:
+        if (key := next((key for key, named in unusual.items() if named), None)) and not tunes_target:
             raise UserError(
                 f"train.loss.{key} is {getattr(self, key)}, but {head.method} heads leave the target as it is: leave it out, or "
                 "train medusa2."

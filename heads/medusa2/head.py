@@ -36,7 +36,7 @@ class Medusa2Head(MedusaHead):
     def __init__(self, options: Medusa2Options, target: Target) -> None:
         super().__init__(options, target.head)
         # The two factors of an adapter are no whole matrices.
-        self.trains = replace(self.trains, tunes_target=True, no_muon=("lora_",))
+        self.trains = replace(self.trains, outputs=frozenset({"tuned"}), no_muon=("lora_",))
         modules = None if options.target_modules is None else tuple(options.target_modules)
         spec = AdapterSpec(
             options.lora_r, options.lora_alpha, options.lora_dropout, modules, lm_head=options.tune_lm_head

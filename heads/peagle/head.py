@@ -16,17 +16,16 @@ there are depths.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.noise import SAMPLE, uniforms
 from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows
-from draftsmith.heads.eagle.fused import FusedHead, start
+from draftsmith.heads.eagle.fused import FusedHead
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
 from draftsmith.heads.peagle.options import PEagleOptions
@@ -41,7 +40,19 @@ class PEagleHead(FusedHead):
     """
 
     method: ClassVar[str] = "peagle"
+    options_class = PEagleOptions
     options: PEagleOptions
+
+    @classmethod
+    def build(cls, options: Any, target: Target, draft_vocab: Tensor | None) -> Self:
+        """As `FusedHead.build`. Raises UserError for a mask token that the target lacks, too."""
+        return super().build(with_mask_token(options, target), target, draft_vocab)
+
+    @classmethod
+    def load(cls, spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Self:
+        """As `FusedHead.load`. Raises UserError for a mask token that the target lacks."""
+        with_mask_token(PEagleOptions(**spec["options"]), target)
+        return super().load(spec, target, draft_vocab)
 
     def __init__(self, options: PEagleOptions, *others: Any) -> None:
         """others: as of `FusedHead`."""
@@ -81,11 +92,6 @@ class PEagleHead(FusedHead):
         return self._embed(token), self.fuse(self.mask_hidden[0])
 
 
-def build(options: PEagleOptions, target: Target, draft_vocab: Tensor | None) -> PEagleHead:
-    """Return an untrained fp32 head for `target`, see `start`. Raises UserError for a mask token that the target lacks."""
-    return start(PEagleHead, with_mask_token(options, target), target, draft_vocab)
-
-
 def with_mask_token(options: PEagleOptions, target: Target) -> PEagleOptions:
     """Return the options with the id of the mask token. Raises UserError for one outside the target's vocabulary."""
     token, V = options.mask_token_id, target.vocab_size
@@ -105,13 +111,6 @@ def with_mask_token(options: PEagleOptions, target: Target) -> PEagleOptions:
             f"head.mask_token_id is {token}, but the target has tokens 0 to {V - 1}: choose one of these, or null."
         )
     return replace(options, mask_token_id=token)
-
-
-def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> PEagleHead:
-    """Return the head that `PEagleHead.describe` and its layer_ids wrote down; its weights are still to be filled in."""
-    options, config = PEagleOptions(**spec["options"]), LlamaConfig(**spec["layer_config"])
-    with torch.device(target.device):
-        return PEagleHead(with_mask_token(options, target), config, spec["layer_ids"], target.embedding, draft_vocab)
 
 
 def sample_depths(batch: TrainBatch, masks: Iterator[Tensor], options: PEagleOptions) -> Iterator[Tensor]:
@@ -146,3 +145,6 @@ def _ranks(number_U: Tensor, key_U: Tensor, count_D: Tensor) -> Tensor:
     place_U = torch.empty_like(order)
     place_U[order] = torch.arange(len(order), device=order.device)
     return place_U - start_D[number_U]
+
+
+build, load = PEagleHead.build, PEagleHead.load

@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.extract import OnlineSource
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.dflash.options import DFlashOptions
+from draftsmith.heads.dflash import DFlashOptions
 from draftsmith.heads.draft_model.options import DraftLmOptions
 from draftsmith.heads.dspark.options import DSparkOptions
 from draftsmith.heads.eagle1.options import Eagle1Options

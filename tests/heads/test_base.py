@@ -1,10 +1,16 @@
-"""Which rows count: a table at every turn boundary and step."""
+"""Which rows count: a table at every turn boundary and step; what every method trains on them."""
 
 import pytest
 import torch
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.heads.base import count_rows, shift_left, supervised_rows
+from draftsmith.heads.base import DraftHead, count_rows, shift_left, supervised_rows
+from draftsmith.heads.losses.head_loss import head_loss
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.registry import find_method
+from draftsmith.target.target import Target
+from tests.batches import documents_of, pack
+from tests.gpu.support import OPTIONS, make_target
 
 
 def batch_of(masks: list[str], documents: list[str]) -> TrainBatch:
@@ -39,6 +45,40 @@ def test_supervised_rows(case, offset):
     mask, document, expected = TABLE[case]
     found = supervised_rows(batch_of([mask], [document]), offset)[0]
     assert "".join("x" if row else "." for row in found) == expected[offset]
+
+
+def trained_once(method: str, *, masked: bool) -> tuple[DraftHead, Target, list[int]]:
+    """A head of the method after a backward pass, its target, and the rows of each step."""
+    target = make_target("cpu")
+    torch.manual_seed(0)
+    head = find_method(method).build(OPTIONS[method], target, None).train()
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.requires_grad:  # weights that start at zero would leave those before them without a gradient
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    batch = pack(target, documents_of(target), head.reads.layer_ids)
+    batch.mask.logical_and_(torch.tensor(not masked))
+    output = head(batch, head.trains.steps)
+    head_loss(output, batch, target.head, None, LossSpec()).loss_sum.backward()
+    assert all(step.logits.shape == (len(step.rows), target.vocab_size) for step in output.steps)
+    return head, target, [len(step.rows) for step in output.steps]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", OPTIONS)
+def test_training_reaches_every_weight_of_the_head_and_none_of_the_target(method):
+    head, target, _ = trained_once(method, masked=False)
+    assert all(p.grad is not None and bool(p.grad.any()) for p in head.parameters() if p.requires_grad)
+    assert "embed_tokens.weight" not in {name for name, p in head.named_parameters() if p.requires_grad}
+    assert all(p.grad is None for p in target.model.parameters())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", OPTIONS)
+def test_a_batch_without_supervised_rows_gives_empty_steps_and_gradients_of_zero(method):
+    head, _, rows = trained_once(method, masked=True)
+    assert not any(rows)
+    assert all(p.grad is not None and not bool(p.grad.any()) for p in head.parameters() if p.requires_grad)
 
 
 def test_rows_of_a_batch_do_not_see_each_other_and_are_counted_together():

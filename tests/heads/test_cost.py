@@ -15,7 +15,7 @@ from draftsmith.estimate.figures import activation_bytes, learned_rows, paramete
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.block import base as block_base
 from draftsmith.heads.cost import HeadCost, head_cost
-from draftsmith.heads.dflash.options import DFlashOptions
+from draftsmith.heads.dflash import DFlashOptions
 from draftsmith.heads.draft_model import head as draft_lm
 from draftsmith.heads.draft_model.options import DraftLmOptions
 from draftsmith.heads.dspark.options import DSparkOptions

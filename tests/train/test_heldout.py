@@ -112,7 +112,7 @@ def test_calibration_computes_in_the_precision_of_training(tmp_path: Path, monke
     for precision in ("bf16", "no"):
         recipe = SimpleNamespace(answers=SimpleNamespace(sampling=Sampling()))
         run = SimpleNamespace(
-            head=SimpleNamespace(trains=Trains(has_confidence=True)),
+            head=SimpleNamespace(trains=Trains(outputs=frozenset({"confidence"}))),
             folder=tmp_path,
             data=SimpleNamespace(source=None),
             heldout_batches=[],

@@ -13,7 +13,7 @@ from draftsmith.eval.conformance import suite
 from draftsmith.eval.conformance.suite import CHECKS, Spec, check_layouts, run_conformance, tiny_target
 from draftsmith.heads import static_drafts as slot_drafts
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.dflash.options import DFlashOptions
+from draftsmith.heads.dflash import DFlashOptions
 from draftsmith.heads.draft_model.options import DraftLmOptions
 from draftsmith.heads.dspark.drafter import DSparkDrafter
 from draftsmith.heads.dspark.head import DSparkHead
@@ -351,47 +351,24 @@ def other_confidence(patch: pytest.MonkeyPatch) -> None:
     replace_layout(patch, "dspark", load=load)
 
 
+OTHER_PROBS, NOT_DRAWN = "differ from the training pass|not the training pass", "not drawn from the probabilities"
+WITH_TREE = "greedy answers with a .* tree differ from the target's own"
+DECODING, TREES, DRAWN = (
+    "decoding has the probabilities of training",
+    "trees keep greedy text and acceptance",
+    "drawn trees are drawn from the probabilities that they name",
+)
 MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
-    (
-        "decoding has the probabilities of training",
-        "eagle3",
-        wrong_rotary,
-        "differ from the training pass|not the training pass",
-    ),
-    (
-        "decoding has the probabilities of training",
-        "eagle3",
-        lost_feedback,
-        "differ from the training pass|not the training pass",
-    ),
-    (
-        "decoding has the probabilities of training",
-        "eagle1",
-        lost_feedback,
-        "differ from the training pass|not the training pass",
-    ),
-    (
-        "decoding has the probabilities of training",
-        "medusa",
-        stale_state,
-        "differ from the training pass|not the training pass",
-    ),
-    (
-        "drafts are drawn from the probabilities that they name",
-        "eagle3",
-        most_likely_draws,
-        "not drawn from the probabilities",
-    ),
+    (DECODING, "eagle3", wrong_rotary, OTHER_PROBS),
+    (DECODING, "eagle3", lost_feedback, OTHER_PROBS),
+    (DECODING, "eagle1", lost_feedback, OTHER_PROBS),
+    (DECODING, "medusa", stale_state, OTHER_PROBS),
+    ("drafts are drawn from the probabilities that they name", "eagle3", most_likely_draws, NOT_DRAWN),
     ("simulated acceptance equals decoded acceptance", "eagle3", shorter_drafts, "differ at temperature 0"),
     ("drafts end where the confidence says", "dspark", later_ends, "differ at temperature 0 with the confidence thr"),
     ("drafts end where the confidence says", "dspark", silent_ends, "does not say where its drafts end"),
     ("packed documents train like single ones", "eagle3", leak, "between documents packed and alone"),
-    (
-        "packed documents train like single ones",
-        "eagle1",
-        noise_by_turns,
-        "in training, between documents packed and alone",
-    ),
+    ("packed documents train like single ones", "eagle1", noise_by_turns, "in training, between documents packed and"),
     ("logits come for the supervised rows", "medusa", every_row, "other rows than"),
     ("the same seed trains the same head", "eagle3", unseeded, "same seed differ"),
     ("a checkpoint restores the head", "eagle3", left_out, "differs in norm.weight"),
@@ -399,32 +376,12 @@ MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
     ("an export restores the head", "dspark", other_confidence, "gives other confidences"),
     ("rows of a batch are independent", "medusa", neighbour, "differ.* between a batch and alone"),
     ("greedy text is the target's own", "medusa", another_root, "greedy answers differ from the target's own"),
-    (
-        "trees keep greedy text and acceptance",
-        "medusa",
-        another_root,
-        "greedy answers with a .* tree differ from the target's own",
-    ),
-    ("trees keep greedy text and acceptance", "medusa", depths_by_turns, "rounds differ with a static tree"),
-    ("trees keep greedy text and acceptance", "medusa", no_trees, "names drawn trees, but its drafter takes none"),
-    (
-        "drawn trees are drawn from the probabilities that they name",
-        "medusa",
-        most_likely_children,
-        "not drawn from the probabilities that they name",
-    ),
-    (
-        "drawn trees are drawn from the probabilities that they name",
-        "medusa",
-        with_replacement,
-        "not drawn from the probabilities that they name",
-    ),
-    (
-        "drawn trees are drawn from the probabilities that they name",
-        "medusa",
-        depths_by_turns,
-        "differ from the training pass",
-    ),
+    (TREES, "medusa", another_root, WITH_TREE),
+    (TREES, "medusa", depths_by_turns, "rounds differ with a static tree"),
+    (TREES, "medusa", no_trees, "names drawn trees, but its drafter takes none"),
+    (DRAWN, "medusa", most_likely_children, NOT_DRAWN),
+    (DRAWN, "medusa", with_replacement, NOT_DRAWN),
+    (DRAWN, "medusa", depths_by_turns, "differ from the training pass"),
 ]
 
 

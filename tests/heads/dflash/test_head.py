@@ -1,6 +1,5 @@
 """DFlash: the training pass against one block at a time, the sample of anchors, drafting against training, the simulator."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -8,29 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from draftsmith.decoder.answers import tally_generation, total
-from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.noise import SAMPLE, uniforms
-from draftsmith.decoder.sampling import Sampling
-from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.conformance.suite import CHECKS, Spec, tiny_target
 from draftsmith.eval.drafters.system import head_system
-from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.block import base as block_base
-from draftsmith.heads.block import drafter as block_drafter
-from draftsmith.heads.block.base import BlockAttention, BlockHead, sample_rows
+from draftsmith.heads.block.base import sample_rows
 from draftsmith.heads.block.drafter import DFlashDrafter
 from draftsmith.heads.dflash.head import DFlashOptions, build
-from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
+from draftsmith.heads.losses.head_loss import loss_divisor
 from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from draftsmith.target.tokens import choose_mask_token
-from tests.decoding import assert_same, decode_like_alone
-from tests.heads.blocks import LOSSES, make_head, make_target, packed, requests, slow_states, trained
+from tests.heads.blocks import LOSSES, make_head, make_target, packed, slow_states, trained
 
 pytestmark = pytest.mark.full
 
@@ -41,7 +31,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "of its own size": {"head_dim": 8, "num_key_value_heads": 4, "intermediate_size": 50, "num_layers": 3},
     "the shortest block": {"block_size": 2, "num_layers": 1},
 }
-BUSH = StaticTree.of("bush", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]])
 
 
 @torch.no_grad()
@@ -74,66 +63,6 @@ def test_many_blocks_are_filled_in_piece_by_piece(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(block_base, "_CHUNK_BLOCKS", 7)
     for a, b in zip(whole, head(batch, 4).steps, strict=True):
         torch.testing.assert_close(a.logits, b.logits, atol=1e-5, rtol=1e-5)
-
-
-def next_row_too(patch: pytest.MonkeyPatch) -> None:
-    """The context holds the root's own streams, which the target has not computed yet."""
-    real = block_base.ttt_attention
-    patch.setattr(block_base, "ttt_attention", lambda q, k, v, *rest: real(q, k.roll(-1, 1), v.roll(-1, 1), *rest))
-
-
-def one_position_late(patch: pytest.MonkeyPatch) -> None:
-    """Blocks stand one position behind their root."""
-    real = BlockHead._fill
-
-    def fill(self: Any, batch: Any, rows: Tensor, context: Any) -> Tensor:
-        return real(self, replace(batch, position=batch.position + 1), rows, context)
-
-    patch.setattr(BlockHead, "_fill", fill)
-
-
-def leak(patch: pytest.MonkeyPatch) -> None:
-    """Documents of a row see those before them."""
-    real = block_base.plan_rows
-    patch.setattr(block_base, "plan_rows", lambda document, rows: real(document.clamp(max=0), rows))
-
-
-def keys_as_they_are(patch: pytest.MonkeyPatch) -> None:
-    """Keys are not normalised."""
-    patch.setattr(BlockAttention, "key_value", super(BlockAttention, BlockAttention).key_value)
-
-
-def no_hidden_norm(patch: pytest.MonkeyPatch) -> None:
-    """The fused streams are not normalised."""
-    patch.setattr(BlockHead, "fuse", lambda self, aux: self.fc(aux))
-
-
-def causal_block(patch: pytest.MonkeyPatch) -> None:
-    """A slot sees the slots up to itself alone, as if it were generated."""
-    real = block_base.ttt_attention
-
-    def attention(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, plan: Any, scale: float) -> Tensor:
-        S, G = len(own_k), own_k.shape[2]
-        split = q.unflatten(1, (G, S, -1))
-        parts = [
-            real(split[:, :, j].flatten(1, 2), k, v, own_k[: j + 1], own_v[: j + 1], plan, scale).unflatten(1, (G, -1))
-            for j in range(S)
-        ]
-        return torch.stack(parts, 2).flatten(1, 3)
-
-    patch.setattr(block_base, "ttt_attention", attention)
-
-
-MUTANTS = [next_row_too, one_position_late, leak, keys_as_they_are, no_hidden_norm, causal_block]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_training_pass_is_found(
-    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError):
-        check_against_blocks()
 
 
 def test_anchors_are_a_sample_by_document_and_position() -> None:
@@ -178,83 +107,6 @@ def test_training_learns_from_the_sample_and_evaluation_from_all() -> None:
     expected = sum(spec.decay**k * len(step.rows) for k, step in enumerate(steps))
     assert float(loss_divisor(batch, spec, head)) == pytest.approx(expected)
     assert len(head.eval()(batch, 1).steps[0].rows) == int(supervised_rows(batch, 0).sum())
-
-
-def test_training_trains_the_head_alone() -> None:
-    target = make_target()
-    head, batch = make_head("dflash", target).train(), packed(target)
-    head_loss(head(batch, 4), batch, target.head, None, LOSSES["dflash"]).loss_sum.backward()
-    trainable = {name: p for name, p in head.named_parameters() if p.requires_grad}
-    assert all(p.grad is not None and bool(p.grad.any()) for p in trainable.values())
-    assert "embed_tokens.weight" not in trainable
-    assert all(p.grad is None for p in target.model.parameters())
-
-
-@pytest.mark.parametrize("tree", [None, BUSH], ids=["chain", "bush"])
-@pytest.mark.parametrize("vocab", [False, True], ids=["whole vocabulary", "draft vocabulary"])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_greedy_drafts_are_lossless_and_simulated_exactly(batch: int, vocab: bool, tree: StaticTree | None) -> None:
-    """Rows end at different times, so that rows leave the batch and blocks are cut."""
-    target, head, _ = trained("dflash", vocab=vocab)
-    c = head_system("dflash", head, 3, 8, tree=tree)
-    k = c.num_speculative_tokens
-    found = decode_like_alone(target, lambda: c.make(k), requests(6), batch)
-    decoded = total([tally_generation(g, k) for g in found], k)
-    simulated = simulate_generations(target, head, found, Sampling(), k, tree=tree).tallies
-    assert decoded.accepted_K[-1] > 0
-    assert_same(decoded, total([t[k - 1] for t in simulated], k))
-
-
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("tree", [None, BUSH], ids=["chain", "bush"])
-def test_simulation_predicts_sampled_decoding(tree: StaticTree | None, k: int) -> None:
-    """Also where less than the block is proposed: the block that is filled in stays the same."""
-    target, head, _ = trained("dflash", 1.0)
-    c = head_system("dflash", head, k, 3, tree=None if tree is None else tree.cut(k))
-    found = decode_batch(target, c.make(k), requests(40), Sampling(1.0), rows=16).generations
-    decoded = [tally_generation(g, k) for g in found]
-    simulated = [t[k - 1] for t in simulate_generations(target, head, found, Sampling(1.0), k, tree=c.tree).tallies]
-    assert total(decoded, k).accepted_K[0] > 20, "too few accepted drafts to mean something"
-    if tree is not None:
-        # Given the text it is certain which node was accepted.
-        assert_same(total(decoded, k), total(simulated, k))
-    else:
-        errors = [d.rounds - s.rounds for d, s in zip(decoded, simulated, strict=True)]
-        assert 0 < abs(sum(errors)) < 3 * sum(e * e for e in errors) ** 0.5
-
-
-def stale_context(patch: pytest.MonkeyPatch) -> None:
-    """NewTokens tokens are not read: the keys of the last block's masks stand in for them."""
-    patch.setattr(block_drafter.BlockDrafter, "admit", lambda self, prompts: None)
-
-
-def shifted_block(patch: pytest.MonkeyPatch) -> None:
-    """Drafts come from the slots of their parents."""
-    patch.setattr(block_drafter.BlockDrafter, "propose", _shifted(block_drafter.BlockDrafter.propose))
-
-
-def _shifted(real: Any) -> Any:
-    def propose(self: Any, state: Any) -> Any:
-        self.head.first_slot = 0
-        try:
-            return real(self, state)
-        finally:
-            del self.head.first_slot
-
-    return propose
-
-
-@pytest.mark.parametrize("mutant", [stale_context, shifted_block])
-@pytest.mark.slow
-def test_a_wrong_drafter_is_found(
-    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    options = DFlashOptions([0, 1], block_size=4, num_layers=1, mask_token_id=0)
-    with pytest.raises(AssertionError, match="training"):
-        CHECKS["decoding has the probabilities of training"](
-            Spec("dflash", options, tiny_target(), loss=LOSSES["dflash"])
-        )
 
 
 def test_a_draft_is_no_longer_than_its_block() -> None:

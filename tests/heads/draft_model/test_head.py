@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.decoder.answers import Request, tally_generation, total
-from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import TargetAlone
-from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import head_system
-from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.draft_model.drafter import as_model
@@ -116,17 +110,6 @@ def test_gradients_are_those_of_the_model_on_each_document_alone(kind: str) -> N
         torch.testing.assert_close(value.grad, theirs[name], atol=1e-5 * scale, rtol=1e-4)
 
 
-def test_a_batch_without_rows_trains_nothing() -> None:
-    target = make_target()
-    head = make(target)
-    batch = pack(target, documents_of(target), ())
-    batch = replace(batch, mask=torch.zeros_like(batch.mask))
-    output = head(batch, 2)
-    assert [step.logits.shape for step in output.steps] == [(0, 160), (0, 160)]
-    head_loss(output, batch, target.head, None, LossSpec()).loss_sum.backward()
-    assert all(p.grad is not None and not bool(p.grad.any()) for p in head.parameters())
-
-
 def test_all_of_the_targets_layers_are_the_target() -> None:
     """And copies: the target is not trained with them."""
     target = make_target()
@@ -152,28 +135,6 @@ def test_sizes_that_are_left_out_are_the_targets() -> None:
     assert half.rope_parameters == target.config.rope_parameters
     assert half.max_position_embeddings == 256
     assert not make(target, DraftLmOptions(tie_word_embeddings=False)).config.tie_word_embeddings
-
-
-def requests(count: int) -> list[Request]:
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(5, 150, (4 + i % 13,), generator=generator).tolist() for i in range(count)]
-    return [Request.seeded(f"p{i}", "ab"[i % 2], prompt, 6 + 5 * (i % 4), 0) for i, prompt in enumerate(prompts)]
-
-
-def test_greedy_drafts_are_lossless_and_simulated_exactly() -> None:
-    """Rows come and go: eight answers of other lengths, three at a time."""
-    target = make_target()
-    head = make(target, DraftLmOptions(layers_from_target=[0, 1, 2, 3, 4, 5, 7]), shaken=False)
-    c = head_system("draft_model", head, 4, 8)
-    assert (c.method, c.parameters) == ("draft_model", sum(p.numel() for p in head.parameters()))
-    found = decode_batch(target, c.make(4), requests(8), Sampling(), rows=3).generations
-    alone = decode_batch(target, TargetAlone(), requests(8), Sampling()).generations
-    assert [g.output_ids for g in found] == [g.output_ids for g in alone]
-    decoded = total([tally_generation(g, 4) for g in found], 4)
-    simulated = total([t[3] for t in simulate_generations(target, head, found, Sampling(), 4).tallies], 4)
-    assert decoded.accepted_K[-1] > 0
-    assert (decoded.tokens, decoded.rounds) == (simulated.tokens, pytest.approx(simulated.rounds, abs=1e-9))
-    assert decoded.accepted_K.tolist() == pytest.approx(simulated.accepted_K.tolist())
 
 
 def test_the_drafter_shares_the_weights_and_freezes_nothing() -> None:

@@ -2,7 +2,6 @@
 window; trained, stored, exported, started from."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.conformance.suite import Spec, run_conformance, tiny_target
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.checkpoint import save_head
@@ -20,7 +18,6 @@ from draftsmith.heads.eagle3.head import Eagle3Head, Eagle3Options, build
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.layers import training_pass
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.warm_start import adopt_options, restart
@@ -65,15 +62,6 @@ def logits(head: Eagle3Head, target: Target) -> list[Tensor]:
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"train_embeddings": True}, {"lm_head_rank": 6}], ids=str)
-def test_conformance(options):
-    """Decoded as trained, simulated as decoded, the same alone and in a batch, after a checkpoint, and after an export."""
-    vocab = torch.arange(0, 96, 2)
-    chosen = Eagle3Options([0, 1, 2], len(vocab), 3, **options)
-    run_conformance(Spec("eagle3", chosen, tiny_target(), vocab))
 
 
 def test_embeddings_are_trained_and_the_targets_are_not():
@@ -256,38 +244,6 @@ def test_the_training_pass_is_that_of_a_dense_mask(shape):
     check_against_dense(norms_that_matter(make_head(target, **SHAPES[shape])), target)
 
 
-def test_a_layer_that_forgets_what_was_drafted_is_found(monkeypatch):
-    real = training_pass._Keys.add
-
-    def add(self: training_pass._Keys, k: Tensor, v: Tensor) -> training_pass._Keys:
-        return real(replace(self, own_k=self.own_k[:0], own_v=self.own_v[:0]), k, v)
-
-    monkeypatch.setattr(training_pass._Keys, "add", add)
-    target = make_target()
-    with pytest.raises(AssertionError, match="not close"):
-        check_against_dense(norms_that_matter(make_head(target, num_hidden_layers=3)), target)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_is_trained_stored_and_exported(shape, tmp_path):
-    target = make_target()
-    head = train(make_head(target, **SHAPES[shape]), target)
-    before = make_head(target, **SHAPES[shape])
-    assert all(
-        not torch.equal(p, q)
-        for (_, p), (_, q) in zip(head.named_parameters(), before.named_parameters(), strict=True)
-        if p.requires_grad
-    )
-    save_head(head, tmp_path / "head", target)
-    assert same(logits(load_head(tmp_path / "head", target), target), logits(head, target))
-    for layout in ("eagle3", "eagle3_speculators"):
-        export_head(head, target, tmp_path / layout, layout=layout, dtype="float32", num_speculative_tokens=3)
-        again = load_head(tmp_path / layout, target)
-        assert same(logits(again, target), logits(head, target))
-        kept = ("num_hidden_layers", "sliding_window", "hidden_size")
-        assert [getattr(again.options, key) for key in kept] == [getattr(head.options, key) for key in kept]
-
-
 @pytest.mark.parametrize(
     ("shape", "words"),
     [
@@ -299,26 +255,6 @@ def test_what_llama_cpp_cannot_serve_is_refused(shape, words, tmp_path):
     target = make_target()
     with pytest.raises(UserError, match=words):
         export_head(make_head(target, **SHAPES[shape]), target, tmp_path / "out", layout="eagle3_llama_cpp")
-
-
-def test_a_width_of_its_own_is_written_for_engines():
-    target = make_target()
-    head = make_head(target, **WIDTH)
-    assert head.embed_tokens.weight.shape == (160, 32)
-    assert head.fc.weight.shape == (32, 3 * 64)
-    files = convert_head(head, target, layout="eagle3", num_speculative_tokens=3)
-    assert (files.config["hidden_size"], files.config["target_hidden_size"]) == (32, 64)
-    assert files.tensors[EMBEDDING].shape == (160, 32)
-
-
-def test_a_window_is_written_where_engines_read_it():
-    target = make_target()
-    head = make_head(target, num_hidden_layers=2, sliding_window=9)
-    config = convert_head(head, target, layout="eagle3", num_speculative_tokens=3).config
-    assert (config["sliding_window"], config["layer_types"]) == (9, ["sliding_attention"] * 2)
-    layer = convert_head(head, target, layout="eagle3_speculators", num_speculative_tokens=3).config
-    assert layer["transformer_layer_config"]["layer_types"] == ["sliding_attention"] * 2
-    assert "layer_types" not in convert_head(make_head(target), target, layout="eagle3").config
 
 
 @pytest.mark.parametrize(

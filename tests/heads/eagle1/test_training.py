@@ -1,43 +1,26 @@
 """Training EAGLE-1 and HASS: loss and gradients of a slow reference, noise, whole runs, and the trained head in use."""
 
-import json
-import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.data.batch import Tokenized, TrainBatch
-from draftsmith.data.features.extract import OnlineSource
-from draftsmith.decoder.answers import Request, tally_generation, total
-from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.sampling import Sampling
-from draftsmith.errors import StoppedError, UserError
-from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
 from draftsmith.heads.base import drafting
-from draftsmith.heads.eagle.drafter import EagleDrafter
-from draftsmith.heads.eagle1.head import Eagle1Head, Eagle1Options, build
+from draftsmith.heads.eagle1.head import Eagle1Head, Eagle1Options
 from draftsmith.heads.eagle3 import head as eagle3
-from draftsmith.heads.export.export import export_head
-from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
 from draftsmith.target.target import Target
-from draftsmith.train import loop
-from draftsmith.train.loop import train
-from draftsmith.train.schedule import TrainData
 from tests.batches import documents_of, pack
 from tests.heads.eagle1.test_head import LAYER, SlowEagle1, documents, make_head
-from tests.hearing import hearing_signals
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
 
 PAPER = LossSpec(kind="soft_ce", decay=1.0)
-GREEDY = Sampling(0.0)
 
 
 @pytest.fixture(scope="module")
@@ -110,45 +93,13 @@ def test_loss_and_gradients_are_those_of_the_slow_reference(passes, detach, top_
         torch.testing.assert_close(ours[name], gradient, atol=1e-4 * float(gradient.abs().max()), rtol=1e-3)
 
 
-def test_further_passes_add_to_the_first_which_is_eagle1s(target):
-    batch = pack(target, documents_of(target), ())
-
-    def gradients(steps: int, **options) -> tuple[Tensor, Tensor]:
-        head = make_head(target, **options)
-        scored = head_loss(head(batch, steps), batch, target.head, None, PAPER)
-        scored.loss_sum.backward()
-        return scored.step_loss[0], torch.cat([p.grad.flatten() for p in head.parameters() if p.requires_grad])
-
-    eagle, three = gradients(1), gradients(3, aligned_passes=3)
-    torch.testing.assert_close(three[0], eagle[0])
-    assert not torch.allclose(three[1], eagle[1])
-
-
-def test_default_weights_and_those_of_the_recipe(target):
-    head, batch = make_head(target), pack(target, documents_of(target), ())
-    output = head(batch, 1)
-
-    def loss(**weights: float) -> float:
-        return head_loss(output, batch, target.head, None, LossSpec(**weights)).loss_sum.item()
-
-    logits, features = loss(weight=1.0, feature_weight=0.0), loss(weight=0.0, feature_weight=1.0)
-    assert loss() == pytest.approx(0.1 * logits + features)
-    assert loss(weight=2.0, feature_weight=3.0) == pytest.approx(2 * logits + 3 * features)
-    assert loss(feature_weight=0.0) == pytest.approx(logits)
-    for key in ("weight", "feature_weight", "top_k_weight"):
-        with pytest.raises(UserError, match=f"loss.{key} is -1"):
-            LossSpec(**{key: -1.0})
-    with pytest.raises(UserError, match=r"loss\.top_k is 0"):
-        LossSpec(top_k=0)
-
-
 def test_a_head_without_features_refuses_a_weight_for_them(target):
     head = eagle3.build(eagle3.Eagle3Options(layer_ids=[1]), target, None)
     batch = pack(target, documents_of(target), (1,))
     with pytest.raises(UserError, match=r"loss\.feature_weight is 1\.0, but no output of the head") as caught:
         head_loss(head(batch, 1), batch, target.head, None, LossSpec(feature_weight=1.0))
     assert "\n" not in str(caught.value)
-    assert not head.trains.predicts_features
+    assert not head.trains.outputs
     head_loss(head(batch, 1), batch, target.head, None, LossSpec(feature_weight=0.0))
 
 
@@ -202,85 +153,3 @@ def test_noise_is_uniform_and_falls_with_the_length_of_the_text(target):
 def test_options_with_nothing_to_act_on_are_refused(options, words):
     with pytest.raises(UserError, match=words):
         Eagle1Options(**options)
-
-
-@pytest.fixture(scope="module")
-def data(target) -> TrainData:
-    """Texts that the target itself continues greedily from a few prompts: easy to learn."""
-    samples = []
-    for i in range(24):
-        prompt = torch.tensor([[3 + i % 4, 7, 9]])
-        ids = target.model.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)[0]
-        samples.append(Tokenized(ids, torch.arange(len(ids)) >= 3, f"s{i}", "chat"))
-    return TrainData(OnlineSource(target, samples, ()), list(range(20)), list(range(20, 24)))
-
-
-def run(target: Target, data: TrainData, folder: Path, *, epochs: int = 24, evaluations: int = 3, **options) -> Path:
-    """Train a head with noise on those texts."""
-    spec = TrainSpec(epochs=epochs, row_tokens=64, rows=2, lr=3e-3, precision="no", loss=PAPER, evaluations=evaluations)
-    greedy = AnswersSpec(temperature=0.0)
-    recipe = Recipe(answers=greedy, evaluate=EvaluateSpec(num_speculative_tokens=4), train=spec)
-    torch.manual_seed(0)
-    head = build(Eagle1Options(**options), target, None)
-    return train(recipe, target, head, data, folder)
-
-
-@pytest.fixture(scope="module", params=[1, 3], ids=["eagle1", "hass"])
-def best(request, target, data, tmp_path_factory) -> Path:
-    return run(target, data, tmp_path_factory.mktemp("run"), aligned_passes=request.param)
-
-
-@pytest.mark.slow
-def test_training_lowers_the_loss_and_raises_tau(best):
-    lines = [json.loads(line) for line in (best.parent / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
-    taus = [line["tau"]["overall"] for line in lines if "tau" in line]
-    assert taus[-1] > taus[0]
-    assert max(taus) > 2
-
-
-def test_simulated_tau_of_a_trained_head_is_the_decoded_one(best, target):
-    """At more drafts than passes, with a head that has noise in training."""
-    head = load_head(best, target)
-    assert isinstance(head, Eagle1Head)
-    assert head.options.noise == 0.1
-    head.train()
-    requests = [Request(str(i), "chat", (3 + i, 7, 9), 40) for i in range(4)]
-    generations = decode_batch(target, EagleDrafter(head, 5), requests, GREEDY).generations
-    decoded = total([tally_generation(g, 5) for g in generations], 5)
-    head.train()
-    simulated = simulate_generations(target, head, generations, GREEDY, 5)
-    assert simulated.off_text == 0
-    assert total([t[4] for t in simulated.tallies], 5).tau == pytest.approx(decoded.tau, abs=1e-9)
-    assert decoded.tau > 1.5
-
-
-@pytest.mark.parametrize("layout", ["eagle1", "eagle1_sglang"])
-def test_a_trained_head_is_exported_and_read_again(best, layout, target, tmp_path):
-    head = load_head(best, target).train()
-    export_head(head, target, tmp_path / "out", layout=layout)
-    again = load_head(tmp_path / "out", target)
-    batch = pack(target, documents_of(target), ())
-    with drafting(head), torch.no_grad():
-        for ours, theirs in zip(head(batch, 4).steps, again(batch, 4).steps, strict=True):
-            assert torch.equal(ours.logits, theirs.logits)
-
-
-@hearing_signals()
-def test_noise_goes_on_where_an_interrupted_run_stopped(target, data, tmp_path, monkeypatch):
-    run(target, data, tmp_path / "whole", epochs=2, evaluations=1)
-    real, calls = loop.head_loss, [0]
-
-    def interrupted(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] == 5:
-            signal.raise_signal(signal.SIGINT)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(loop, "head_loss", interrupted)
-    with pytest.raises(StoppedError):
-        run(target, data, tmp_path / "cut", epochs=2, evaluations=1)
-    monkeypatch.setattr(loop, "head_loss", real)
-    run(target, data, tmp_path / "cut", epochs=2, evaluations=1)
-    for name in ("metrics.jsonl", "best/model.safetensors"):
-        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -1,16 +1,10 @@
 """EAGLE-3: training pass == cached decoding, packed == alone, derived layer configuration, mistakes."""
 
-from itertools import product
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.eagle3.head import Eagle3Head, Eagle3Options, build
 from draftsmith.heads.layers import decoder_layer as eagle_layer
 from draftsmith.heads.layers.config import rope_parameters
@@ -23,24 +17,6 @@ from tests.exports import LLAMA3
 from tests.models import tiny_model
 
 LAYERS = (1, 4, 6)
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-FLAG_SETS = [dict(zip(FLAGS, on, strict=True)) for on in product([False, True], repeat=4) if not (on[1] and on[2])]
-YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
-
-
-class ListCache:
-    """The simplest thing that fits `Eagle3Head.layer`'s `update`: two tensors that grow and can be cut back."""
-
-    def __init__(self) -> None:
-        self.k = self.v = None
-
-    def __call__(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.k = k if self.k is None else torch.cat([self.k, k], 2)
-        self.v = v if self.v is None else torch.cat([self.v, v], 2)
-        return self.k, self.v
-
-    def cut(self, length: int) -> None:
-        self.k, self.v = self.k[:, :, :length], self.v[:, :, :length]
 
 
 def make_target(kind: str = "llama", **overrides) -> Target:
@@ -57,145 +33,6 @@ def make_head(target: Target, seed: int = 0, **options) -> Eagle3Head:
             if "norm" in name:
                 torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
     return head
-
-
-@torch.no_grad()
-def decode_document(head: Eagle3Head, ids: Tensor, aux: Tensor, num_steps: int) -> Tensor:
-    """Return [T, K, W] logits of every root, with a cache, feeding the document's own tokens: no draft is sampled."""
-    T, cache, result = len(ids), ListCache(), []
-    fused = head.fuse(aux[None])
-    for t in range(T - 1):
-        out = head.layer(ids[None, t + 1 : t + 2], fused[:, t : t + 1], torch.tensor([[t]]), cache, None)
-        steps = [head.logits(out)[0, 0]]
-        for k in range(1, min(num_steps, T - t - 1)):
-            token = ids[None, t + 1 + k : t + 2 + k]
-            out = head.layer(token, head.feedback(out), torch.tensor([[t + k]]), cache, None)
-            steps.append(head.logits(out)[0, 0])
-        cache.cut(t + 1)
-        result.append(torch.nn.functional.pad(torch.stack(steps), (0, 0, 0, num_steps - len(steps)), value=torch.nan))
-    return torch.stack(result)
-
-
-def check_training_equals_decoding(head: Eagle3Head, batch: TrainBatch, num_steps: int = 4) -> None:
-    L = batch.ids.shape[1]
-    decoded = {}
-    for b, row in enumerate(batch.document):
-        for number in row[row >= 0].unique().tolist():
-            inside = row == number
-            start = int(inside.nonzero()[0])
-            decoded[b, number] = start, decode_document(head, batch.ids[b][inside], batch.aux[b][inside], num_steps)
-    compared = 0
-    output = head(batch, num_steps)
-    for step in output.steps:
-        assert step.rows.tolist() == supervised_rows(batch, step.offset).flatten().nonzero().flatten().tolist()
-        for flat, logits in zip(step.rows.tolist(), step.logits, strict=True):
-            b, t = divmod(flat, L)
-            start, table = decoded[b, int(batch.document[b, t])]
-            torch.testing.assert_close(logits, table[t - start, step.offset], atol=2e-5, rtol=2e-5)
-            compared += 1
-    assert compared > 50
-
-
-@pytest.mark.parametrize("flags", FLAG_SETS, ids=lambda f: "+".join(k for k, v in f.items() if v) or "plain")
-def test_training_logits_equal_cached_decoding(flags):
-    target = make_target()
-    check_training_equals_decoding(make_head(target, **flags), pack(target, documents_of(target), LAYERS))
-
-
-@pytest.mark.parametrize(
-    ("kind", "overrides"),
-    [
-        ("gemma3", {}),
-        ("qwen3", {"head_dim": 32}),
-        ("llama", {"rope_parameters": LLAMA3}),
-        ("llama", {"rope_parameters": YARN}),
-    ],
-    ids=["gemma3", "qwen3", "llama3-rope", "yarn-rope"],
-)
-def test_training_logits_equal_cached_decoding_for_other_targets(kind, overrides):
-    target = make_target(kind, **overrides)
-    check_training_equals_decoding(make_head(target), pack(target, documents_of(target), LAYERS))
-
-
-@torch.no_grad()
-def test_one_call_with_a_mask_equals_single_calls():
-    """What a decoder does after a round: several accepted tokens at once, with a mask over a longer cache."""
-    target = make_target()
-    head = make_head(target)
-    batch = pack(target, [[documents_of(target)[1][0]]], LAYERS)
-    T = 12
-    ids, fused, positions = batch.ids[:, 1 : T + 1], head.fuse(batch.aux[:, :T]), torch.arange(T)[None]
-    mask = torch.ones(T, T, dtype=torch.bool).tril()[None, None]
-    together = head.layer(ids, fused, positions, ListCache(), mask)
-    cache = ListCache()
-    single = [
-        head.layer(ids[:, t : t + 1], fused[:, t : t + 1], positions[:, t : t + 1], cache, None) for t in range(T)
-    ]
-    torch.testing.assert_close(together, torch.cat(single, 1), atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("normalize", ["rows", "sequence"])
-def test_packed_equals_alone(normalize):
-    target = make_target()
-    spec = LossSpec(normalize=normalize)
-
-    def losses_and_gradients(batches: list[TrainBatch]) -> tuple[Tensor, Tensor]:
-        head = make_head(target)
-        losses = [head_loss(head(b, 4), b, target.head, head.draft_vocab, spec) for b in batches]
-        sum(x.loss_sum for x in losses).backward()
-        return sum(x.step_loss for x in losses), torch.cat(
-            [p.grad.flatten() for p in head.parameters() if p.requires_grad]
-        )
-
-    rows = documents_of(target)
-    packed = losses_and_gradients([pack(target, rows, LAYERS, width=37)])
-    alone = losses_and_gradients([pack(target, [[document]], LAYERS) for row in rows for document in row])
-    for ours, theirs in zip(packed, alone, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
-
-
-def test_the_layer_is_a_llama_layer_with_a_wider_input():
-    """Norms, residuals, RoPE and MLP of step 0 against transformers' own layer, where the two coincide."""
-    target = make_target()
-    head = make_head(target)
-    H, ours = target.hidden_size, head.layers[0]
-    head.config._attn_implementation = "eager"
-    theirs = LlamaDecoderLayer(head.config, 0)
-    with torch.no_grad():  # blind our projections to the embedding, so that both see the hidden state alone
-        for name in ("q_proj", "k_proj", "v_proj"):
-            getattr(ours.self_attn, name).weight[:, :H] = 0
-            getattr(theirs.self_attn, name).weight.copy_(getattr(ours.self_attn, name).weight[:, H:])
-        theirs.self_attn.o_proj.weight.copy_(ours.self_attn.o_proj.weight)
-        theirs.mlp.load_state_dict(ours.mlp.state_dict())
-        theirs.input_layernorm.weight.copy_(ours.hidden_norm.weight)
-        theirs.post_attention_layernorm.weight.copy_(ours.post_attention_layernorm.weight)
-        x, T = torch.randn(2, 7, H), 7
-        positions = torch.arange(T).expand(2, -1)
-        mask = torch.ones(T, T, dtype=torch.bool).tril().expand(2, 1, T, T)
-        expected = theirs(
-            x,
-            attention_mask=torch.zeros(mask.shape).masked_fill(~mask, -torch.inf),
-            position_embeddings=head.rotary_emb(x, positions),
-        )
-        found = head.layer(torch.zeros(2, T, dtype=torch.int64), x, positions, ListCache(), mask)
-    torch.testing.assert_close(found, expected[0] if isinstance(expected, tuple) else expected, atol=1e-5, rtol=1e-5)
-
-
-def test_gradients_flow_through_the_feedback():
-    target = make_target()
-    head, batch = make_head(target), pack(target, documents_of(target), LAYERS)
-    with torch.no_grad():
-        head.layers[0].self_attn.o_proj.weight.zero_()  # without attention, step 2 sees fc through its own past only
-    head(batch, 3).steps[2].logits.square().sum().backward()
-    assert head.fc.weight.grad.abs().sum() > 0
-
-
-def test_only_the_embedding_is_frozen():
-    target = make_target()
-    head, batch = make_head(target), pack(target, documents_of(target), LAYERS)
-    head(batch, 3).steps[2].logits.square().sum().backward()
-    assert {name for name, p in head.named_parameters() if not p.requires_grad} == {"embed_tokens.weight"}
-    assert all(p.grad is not None for p in head.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("flag", [False, True])
@@ -256,18 +93,6 @@ def test_casting_leaves_the_rotary_frequencies_exact():
     assert head.fc.weight.dtype == torch.bfloat16
     assert torch.equal(head.rotary_emb.inv_freq, before)
     assert head.to("meta").rotary_emb.inv_freq.device.type == "meta"
-
-
-def test_a_batch_without_supervised_rows_gives_empty_steps():
-    target = make_target()
-    head, batch = make_head(target), pack(target, documents_of(target), LAYERS)
-    batch.mask.fill_(False)
-    output = head(batch, 2)
-    loss = head_loss(output, batch, target.head, head.draft_vocab, LossSpec())
-    assert [tuple(s.logits.shape) for s in output.steps] == [(0, len(head.draft_vocab))] * 2
-    assert loss.loss_sum.item() == 0
-    assert loss.rows.item() == 0
-    loss.loss_sum.backward()
 
 
 def test_build_takes_everything_from_the_target():

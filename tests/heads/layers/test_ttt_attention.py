@@ -61,56 +61,6 @@ def test_the_oracle_is_plain_attention_of_each_document_alone(window):
         torch.testing.assert_close(out[r], torch.einsum("hn,nhd->hd", weights, all_v))
 
 
-def test_no_needed_row_gives_empty_output_and_zero_gradients():
-    needed = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
-    inputs = make_inputs(needed, heads=2, groups=1, diagonal=1, dtype=torch.float32)
-    out = ttt_attention(*inputs, plan_rows(DOCUMENTS, needed), 1.0)
-    assert out.shape == (0, 2, 8)
-    out.sum().backward()
-    assert inputs[1].grad.abs().sum() == 0
-
-
-def test_plan_cuts_documents_after_their_last_needed_row_and_groups_them_by_length(monkeypatch):
-    monkeypatch.setattr(row_plan, "BUCKET", 2)
-    needed = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
-    needed[0, [2, 5, 15]] = True
-    needed[2, 0] = True
-    plan = plan_rows(DOCUMENTS, needed)
-    assert plan.rows.tolist() == [2, 5, 15, 48]
-    short, long = plan.groups
-    past, no = DOCUMENTS.numel(), 4
-    assert short.tokens_nm.tolist() == [[48, past], [14, 15]]
-    assert short.queries_nm.tolist() == [[3, no], [no, 2]]
-    assert long.tokens_nm.tolist() == [[0, 1, 2, 3, 4, 5]]
-    assert long.queries_nm.tolist() == [[no, no, 0, no, no, 1]]
-
-
-def test_the_same_number_again_is_another_document():
-    document = torch.tensor([[0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
-    plan = plan_rows(document, document == 0)
-    assert plan.documents.tolist() == [[0, 0, 1, 2, 2], [3, 3, 3, 3, 3]]
-    assert sum(len(group.tokens_nm) for group in plan.groups) == 3
-
-
-def test_a_needed_row_in_the_padding_is_a_bug():
-    needed = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
-    needed[0, -1] = True
-    with pytest.raises(AssertionError, match="padding"):
-        plan_rows(DOCUMENTS, needed)
-
-
-def test_packed_documents_stand_end_to_end():
-    needed = torch.zeros_like(DOCUMENTS, dtype=torch.bool)
-    needed[0, [2, 5, 15]] = True
-    needed[2, 0] = True
-    packed = plan_rows(DOCUMENTS, needed).packed
-    assert packed.tokens_T.tolist() == [0, 1, 2, 3, 4, 5, 14, 15, 48]
-    assert packed.place_R.tolist() == [2, 5, 7, 8]
-    assert packed.starts.tolist() == [0, 6, 8, 9]
-    assert packed.starts.dtype == torch.int32
-    assert packed.longest == 6
-
-
 class GpuKernel:
     """What a GPU's flash kernels compute, in plain operations, with their signatures and layouts."""
 

@@ -334,7 +334,7 @@ def test_a_weight_on_a_confidence_that_is_not_there_is_refused():
     ) as caught:
         LossSpec(confidence_weight=1.0).check_head(head)
     assert "\n" not in str(caught.value)
-    head.trains = Trains(2, has_confidence=True)
+    head.trains = Trains(2, frozenset({"confidence"}))
     LossSpec(confidence_weight=1.0).check_head(head)
     with pytest.raises(UserError, match=r"confidence_weight is 0, which leaves .*: set head\.confidence_head to false"):
         LossSpec(confidence_weight=0.0).check_head(head)

@@ -8,24 +8,11 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.decoder.answers import Request, tally_generation, total
-from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import TargetAlone
-from draftsmith.decoder.sampling import Sampling
-from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.conformance.suite import CHECKS, Spec, tiny_target
-from draftsmith.eval.drafters.system import head_system
-from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.export.export import convert_head, export_head
-from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.layers import training_pass
-from draftsmith.heads.layers.row_plan import RowPlan
-from draftsmith.heads.peagle import head as depth_sample
 from draftsmith.heads.peagle import head as peagle
-from draftsmith.heads.peagle.drafter import PEagleDrafter
 from draftsmith.heads.peagle.head import PEagleHead, build
 from draftsmith.heads.peagle.options import PEagleOptions
 from draftsmith.heads.warm_start import adopt_options
@@ -127,50 +114,6 @@ def test_the_training_pass_is_that_of_a_dense_mask(shape, training):
     check_against_dense_mask(make_head(target, **SHAPES[shape]).train(training), batch)
 
 
-def unrotated(patch):
-    """Deeper rows stand where their anchor does."""
-    real = training_pass.TrainingPass._cos_sin
-    patch.setattr(training_pass.TrainingPass, "_cos_sin", lambda self, rows, step=0: real(self, rows))
-
-
-def leak(patch):
-    """Rows see the documents before theirs."""
-    real = peagle.plan_rows
-    patch.setattr(peagle, "plan_rows", lambda document, rows: real(document.clamp(max=0), rows))
-
-
-def forgotten(patch):
-    """A row does not see the depths between its anchor and itself."""
-    real = training_pass._Keys.narrow
-    patch.setattr(
-        training_pass._Keys,
-        "narrow",
-        lambda self, kept: replace(real(self, kept), own_k=self.own_k[:0, kept], own_v=self.own_v[:0, kept]),
-    )
-
-
-def wide_window(patch):
-    """Deeper rows see as many tokens behind their anchor as the anchor does."""
-    patch.setattr(RowPlan, "within", lambda self, window: replace(self, window=None if window is None else 6))
-
-
-@pytest.mark.parametrize(
-    ("mutant", "shape"),
-    [
-        (unrotated, "four layers"),
-        (leak, "four layers"),
-        (forgotten, "four layers"),
-        (wide_window, "a window, its own width"),
-    ],
-)
-def test_a_broken_training_pass_is_found(mutant, shape, monkeypatch):
-    target = make_target()
-    head, batch = make_head(target, **SHAPES[shape]).eval(), pack(target, documents_of(target), LAYERS)
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match="not close"):
-        check_against_dense_mask(head, batch)
-
-
 LONG = ((40, 60), (90,), (30, 20, 33))
 
 
@@ -202,155 +145,12 @@ def test_the_sample_is_that_of_the_rule(keep):
         assert all(torch.equal(mask, supervised_rows(batch, d)) for d, mask in enumerate(masks))
 
 
-def test_the_sample_depends_on_the_document_and_its_seed_alone():
-    target = make_target()
-    head, documents = make_head(target), documents_of(target, LONG)
-    packed = seeded(pack(target, documents, LAYERS))
-    whole = masks_of(head, packed)
-    for (b, number), at in by_document(packed).items():
-        alone = seeded(pack(target, [[documents[b][number]]], LAYERS))
-        for ours, theirs in zip(whole, masks_of(head, alone), strict=True):
-            assert torch.equal(ours[b, at], theirs[0])
-    assert all(torch.equal(a, b) for a, b in zip(whole, masks_of(head, packed), strict=True))
-    other = masks_of(head, seeded(packed, seed=1))
-    assert not torch.equal(whole[1], other[1])
-    assert torch.equal(whole[0], other[0])
-
-
 def test_every_row_is_drawn_about_as_often():
     target = make_target()
     head, batch = make_head(target), pack(target, documents_of(target, ((60,),)), LAYERS)
     often = sum(masks_of(head, seeded(batch, seed))[1][0].double() for seed in range(200)) / 200
     often = often[supervised_rows(batch, 1)[0]]
     assert float((often - often.mean()).abs().max()) < 5 * (0.25 / 200) ** 0.5
-
-
-def whole_row(patch):
-    """The pool is all rows of an answer, gaps or not."""
-    real = depth_sample._ranks
-    patch.setattr(depth_sample, "_ranks", lambda number, key, count: real(number, torch.rand(len(key)), count))
-
-
-def by_place(patch):
-    """The draw goes by the place in the batch."""
-    real = depth_sample.uniforms
-    patch.setattr(depth_sample, "uniforms", lambda keys, place, *more: real(keys, torch.arange(len(place)), *more))
-
-
-def test_a_broken_sample_is_found(monkeypatch):
-    whole_row(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_the_sample_is_that_of_the_rule(0.7)
-    monkeypatch.undo()
-    by_place(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_the_sample_depends_on_the_document_and_its_seed_alone()
-
-
-def test_a_batch_without_supervised_rows_gives_empty_depths():
-    target = make_target()
-    head, batch = make_head(target).train(), pack(target, documents_of(target), LAYERS)
-    batch.mask.fill_(False)
-    assert [tuple(s.logits.shape) for s in head(batch, 3).steps] == [(0, len(head.draft_vocab))] * 3
-
-
-def test_what_is_trained():
-    target = make_target()
-    head, batch = make_head(target).train(), seeded(pack(target, documents_of(target), LAYERS))
-    sum(step.logits.square().sum() for step in head(batch, DEPTHS).steps).backward()
-    assert {name for name, p in head.named_parameters() if not p.requires_grad} == {"embed_tokens.weight"}
-    assert all(p.grad is not None and bool(p.grad.any()) for p in head.parameters() if p.requires_grad)
-
-
-def spec(**options) -> Spec:
-    given = {"layer_ids": [0, 1, 2], "draft_vocab_size": 48, "depths": 4, "num_hidden_layers": 2}
-    return Spec("peagle", PEagleOptions(**given | options), tiny_target(), torch.arange(0, 96, 2))
-
-
-def last_mask_row(patch):
-    """The mask rows read what the last token does."""
-    real = PEagleDrafter.start
-
-    def start(self, rows, capacity):
-        real(self, rows, capacity)
-        self._mask_hidden_1H = self._mask_hidden_1H * 0
-
-    patch.setattr(PEagleDrafter, "start", start)
-
-
-def unmasked_token(patch):
-    """The mask rows read another token than they were trained with."""
-    real = PEagleDrafter._parallel
-
-    def parallel(self, state, depth):
-        right = self.head.options
-        self.head.options = replace(right, mask_token_id=9)
-        try:
-            return real(self, state, depth)
-        finally:
-            self.head.options = right
-
-    patch.setattr(PEagleDrafter, "_parallel", parallel)
-
-
-@pytest.mark.parametrize("mutant", [last_mask_row, unmasked_token])
-@pytest.mark.slow
-def test_a_broken_drafter_is_found(mutant, monkeypatch):
-    mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=r"differ from the training pass|not the training pass"):
-        CHECKS["decoding has the probabilities of training"](spec())
-
-
-BUSH = StaticTree.of("bush", [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0]])
-
-
-def test_trees_are_lossless_and_simulated_exactly():
-    made = spec()
-    target, head, asked = made.target, made.head, made.requests[:16]
-    static = head_system("peagle", head, 3, 3, tree=BUSH)
-    alone = decode_batch(target, TargetAlone(), asked, Sampling()).generations
-    found = decode_batch(target, static.make(3), asked, Sampling(), rows=5).generations
-    assert [g.output_ids for g in found] == [g.output_ids for g in alone]
-    decoded = total([tally_generation(g, 3) for g in found], 3)
-    simulated = simulate_generations(target, head, found, Sampling(), 3, tree=BUSH).tallies
-    expected = total([t[2] for t in simulated], 3)
-    assert decoded.accepted_K[0] > 20
-    assert decoded.rounds == pytest.approx(expected.rounds)
-    assert decoded.accepted_K.tolist() == pytest.approx(expected.accepted_K.tolist())
-    drawn = head_system("peagle", head, 3, 3, tree=BUSH, drawn=True)
-    again = [decode_batch(target, drawn.make(3), asked, Sampling(1.0), rows=rows).generations for rows in (1, 5)]
-    assert [g.output_ids for g in again[0]] == [g.output_ids for g in again[1]]
-
-
-def test_longer_prompts_and_short_answers():
-    """Rounds that may draft fewer tokens than K, beside rows that may draft all."""
-    made = spec()
-    asked = [Request.seeded(f"p{i}", "a", tuple(range(3, 5 + 7 * i)), 1 + 3 * i, 0) for i in range(6)]
-    alone = decode_batch(made.target, TargetAlone(), asked, Sampling()).generations
-    for rows in (1, 3):
-        found = decode_batch(made.target, PEagleDrafter(made.head, 5), asked, Sampling(), rows=rows).generations
-        assert [g.output_ids for g in found] == [g.output_ids for g in alone]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("layout", layouts_of("peagle"))
-def test_exports_come_back_bit_by_bit(layout, shape, tmp_path):
-    target = make_target()
-    head = make_head(target, **SHAPES[shape]).eval()
-    if layout == "peagle_speculators" and head.options.fc_norm:
-        with pytest.raises(UserError, match=r"head\.fc_norm, and vLLM leaves it out where it reads this format"):
-            export_head(head, target, tmp_path / "out", layout=layout, dtype="float32", num_speculative_tokens=4)
-        return
-    export_head(head, target, tmp_path / "out", layout=layout, dtype="float32", num_speculative_tokens=4)
-    again = load_head(tmp_path / "out", target)
-    assert isinstance(again, PEagleHead)
-    assert again.options.mask_token_id == 4
-    ours, theirs = head.state_dict(), again.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    batch = pack(target, documents_of(target), LAYERS)
-    for a, b in zip(head(batch, 4).steps, again(batch, 4).steps, strict=True):
-        assert torch.equal(a.logits, b.logits)
 
 
 def test_a_whole_vocabulary_need_not_be_named(tmp_path):

@@ -188,8 +188,8 @@ def simulate(
         raise UserError(
             f"The tree {tree!r} cannot be simulated, since what it drafts depends on more than the text: decode with it."
         )
-    found = drafts.simulate(drafts.verified_by(target), answers, sampling or Sampling(), drafts.max_k)
-    return total((tallies[-1] for tallies in found.tallies), drafts.max_k)
+    simulated = drafts.simulate(drafts.verified_by(target), answers, sampling or Sampling(), drafts.max_k)
+    return total((tallies[-1] for tallies in simulated.tallies), drafts.max_k)
 
 
 def export(

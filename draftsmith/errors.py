@@ -79,8 +79,8 @@ def printable(text: str) -> str:
     joins emoji, or letters of scripts that need it."""
     if text.isprintable():
         return text
-    joiners = {found.start() for found in _JOINERS.finditer(text)}
-    return "".join(one if place in joiners else _visible(one) for place, one in enumerate(text))
+    joiners = {match.start() for match in _JOINERS.finditer(text)}
+    return "".join(one if position in joiners else _visible(one) for position, one in enumerate(text))
 
 
 def _visible(character: str) -> str:

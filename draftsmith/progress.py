@@ -107,14 +107,14 @@ class Bar(tqdm):
     @property
     def format_dict(self) -> dict[str, Any]:
         """What a line is made of; the rate over all at the end."""
-        found: dict[str, Any] = super().format_dict
+        facts: dict[str, Any] = super().format_dict
         if self._seen and self.n < (self.total or 0):
             then, n = self._seen[0]
             seconds = self._time() - then
-            found["rate"] = (self.n - n) / seconds if seconds > 0 and self.n > n else None
+            facts["rate"] = (self.n - n) / seconds if seconds > 0 and self.n > n else None
         else:
-            found["rate"] = None
-        return found
+            facts["rate"] = None
+        return facts
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
         """Show it as it is now; in a log at most every 30 seconds."""

@@ -204,11 +204,11 @@ def report(own: Namespace, words: list[str]) -> int:
         raise UserError(
             "--price-per-hour needs the costs of a machine: name a table of `draftsmith costs` with --costs."
         )
-    place = paths[0].absolute().parent.parent.parent  # .../RUN/evaluation/t0/result.json
-    trained = (place / "train").is_dir()
-    own_run = place if trained or again is not None else None
+    run_folder = paths[0].absolute().parent.parent.parent  # .../RUN/evaluation/t0/result.json
+    trained = (run_folder / "train").is_dir()
+    own_run = run_folder if trained or again is not None else None
     own_head = trained and not any("--head" in result.command.split() for result in results)
-    past = read_history(place) if own_head else None
+    past = read_history(run_folder) if own_head else None
     for name, mark in (REPORT_MARKS | DECISION_MARKS).items():
         check_ours("report", folder / name, mark)
     if (folder / "settings").exists() and not (folder / "plan.json").exists():
@@ -237,20 +237,20 @@ def compare(own: Namespace, words: list[str]) -> int:
         if own.output.exists() and any(own.output.samefile(path) for pair in pairs for path, _ in pair):
             raise UserError(f"--output {own.output} is one of the results: name another file.")
         check_file("--output", own.output, (".md", ".json"), COMPARISON_MARK)
-    found = [compare_results(a, b, (str(old), str(new)), own.drafter) for (old, a), (new, b) in pairs]
-    found[0] = replace(found[0], notes=(*left_out, *found[0].notes))
-    for one in found if own.fail_if_worse else ():
+    comparisons = [compare_results(a, b, (str(old), str(new)), own.drafter) for (old, a), (new, b) in pairs]
+    comparisons[0] = replace(comparisons[0], notes=(*left_out, *comparisons[0].notes))
+    for one in comparisons if own.fail_if_worse else ():
         one.require_intervals()
     if own.output is not None and own.output.suffix == ".json":
-        kept = [comparison_json(one) for one in found]
+        kept = [comparison_json(one) for one in comparisons]
         write_json(own.output, kept if len(kept) > 1 else kept[0])
     elif own.output is not None:
-        write_text(own.output, "\n".join(map(comparison_markdown, found)))
-    for one in found:
+        write_text(own.output, "\n".join(map(comparison_markdown, comparisons)))
+    for one in comparisons:
         Console().print(comparison_text(one))
     if own.output is not None:
         put(own.output)
-    return max([judge_comparison(one) for one in found]) if own.fail_if_worse else 0
+    return max([judge_comparison(one) for one in comparisons]) if own.fail_if_worse else 0
 
 
 def inspect(own: Namespace, words: list[str]) -> int:
@@ -275,14 +275,14 @@ def recipes(own: Namespace, words: list[str]) -> int:
         width = max(map(len, known))
         print("\n".join(f"{name:{width}}  {about}" for name, about in known.items()))
         return 0
-    found = shipped_text(words[0])
+    recipe = shipped_text(words[0])
     if own.output is None:
-        print(found, end="")
+        print(recipe, end="")
         return 0
     check_file("--output", own.output, (".yaml", ".yml"))
     if own.output.exists():
         raise UserError(f"--output {own.output} is there: name a new file.")
-    write_text(own.output, found)
+    write_text(own.output, recipe)
     print(own.output)
     return 0
 
@@ -297,13 +297,13 @@ def plan(own: Namespace, words: list[str]) -> int:
         device or device_here(choose_device(own.device or recipe.target.device)),
         {key: value for key, value in asked.items() if value is not None},
     )
-    found = estimator.estimate(recipe)
+    estimate = estimator.estimate(recipe)
     if own.comment:
-        put(estimating.comment(found))
+        put(estimating.comment(estimate))
         return 0
-    lines = [*estimating.describe(found), *estimating.engines(recipe, estimator.target)]
-    lines += [*estimating.guesses(found.given, estimator.asked), *shorter(found, estimator.estimate)]
-    lines += estimating.foresee(found, own.pilot)
+    lines = [*estimating.describe(estimate), *estimating.engines(recipe, estimator.target)]
+    lines += [*estimating.guesses(estimate.given, estimator.asked), *shorter(estimate, estimator.estimate)]
+    lines += estimating.foresee(estimate, own.pilot)
     put("\n".join([f"plan of {recipe.name}", *lines]))
     if recipe.train.warm_start:
         put("head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read")

@@ -55,10 +55,10 @@ def run_fit(head_folder: Path, target: str) -> int:
     if is_gguf(target):
         now = open_gguf(target).identity
     else:
-        place = find_target_folder(target)
-        if place.resolve() == folder.resolve():
+        target_folder = find_target_folder(target)
+        if target_folder.resolve() == folder.resolve():
             raise UserError(f"--head {folder} is the target itself: give the folder of what drafts for it.")
-        now = identify_directory(place, target)
+        now = identify_directory(target_folder, target)
     made_for = with_parts(read_record(folder) or read_unrecorded(folder), now)
     differences, unknown = {one.kind: one for one in compare(made_for, now)}, not_compared(made_for, now)
     lines = [_line(kind, differences.get(kind), kind in unknown, made_for, now) for kind in KINDS]
@@ -101,7 +101,7 @@ def find_target_folder(target: str) -> Path:
 
 def check_head(folder: Path) -> Check:
     """Say what the head is. Raises UserError, in one sentence, for weights that are missing or cut short."""
-    found, files = recognise(folder), all_weights_files(folder)
+    layout, files = recognise(folder), all_weights_files(folder)
     if not files:
         raise UserError(f"{folder} holds no weights: restore them, or fetch the whole head.")
     for file in files:
@@ -109,7 +109,7 @@ def check_head(folder: Path) -> Check:
             read_header(file, "restore the head's weights, fetch them again or train again")
     tensor_names(folder)  # which reads a pickle, without running code
     size = sum(file.stat().st_size for file in files) / 2**20
-    return Check("head", "ok", f"{found.name}, complete, {size:.1f} MiB")
+    return Check("head", "ok", f"{layout.name}, complete, {size:.1f} MiB")
 
 
 def read_unrecorded(folder: Path) -> TargetIdentity:

@@ -1,4 +1,4 @@
-"""What `--launch` starts: `accelerate launch`, quiet about its own state, ending with its parent, and handing signals on.
+"""The process that `--launch` starts. It runs `accelerate launch`, passes signals on to it, and ends when its parent ends.
 
 python -m draftsmith.cli.launcher TRAIN_FOLDER --config_file FILE train/head.py --recipe R
 """
@@ -44,13 +44,17 @@ def _hand_on(number: int, _: FrameType | None) -> None:
 
 
 def _say(failures: dict[int, ProcessFailure], folder: Path) -> int:
-    """Say what processes that were killed, or lost the others, could not say themselves; return the exit code."""
+    """Print why training processes ended where they could not print it themselves; return the exit code."""
     for rank, failure in failures.items():
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             name = signal.Signals(-failure.exitcode).name
             memory = ", as the system does when memory is short" if name == "SIGKILL" else ""
-            found = latest_checkpoint(folder, warn=False)
-            start = " from the beginning, as there is no checkpoint yet" if found is None else f" to go on from {found}"
+            checkpoint = latest_checkpoint(folder, warn=False)
+            start = (
+                " from the beginning, as there is no checkpoint yet"
+                if checkpoint is None
+                else f" to go on from {checkpoint}"
+            )
             what = f"Rank {rank} on {socket.gethostname()} was ended by {name}{memory}"
             print(f"draftsmith: {what}: run the same command again{start}.", file=sys.stderr)
             return 1

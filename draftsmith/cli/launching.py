@@ -1,4 +1,4 @@
-"""`--launch FILE` of `draftsmith run` and `train`: training in processes of their own, as `accelerate launch` starts them."""
+"""`draftsmith run` and `train` with `--launch FILE`: several processes train, as `accelerate launch` starts them."""
 
 import os
 import signal
@@ -30,8 +30,8 @@ _ONE = ("NO", "MULTI_CPU")
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch file asks for: processes on all machines together, and the number of this machine, from 0. address: where
-    the processes meet, "host:port", empty for one machine."""
+    """What a launch file asks for. processes: on all machines together. machine: the number of this one, from 0. address: of
+    machine 0, "host:port"; empty for one machine."""
 
     config: str
     processes: int
@@ -40,8 +40,10 @@ class Launch:
 
 
 def check_launching(session: Session, config: str | None) -> Launch | None:
-    """Return what the launch file asks for, if one is named. Raises UserError for what cannot start, and where the processes that
-    this is one of, or is alone of, are not those that were asked for."""
+    """Return what the launch file `config` asks for; None where none is named.
+
+    Raises UserError for a launch that cannot start. Without a launch file this process may be one that a launcher started: then
+    it raises where that launcher started another number of processes than it was asked for."""
     if config is None:
         check_started()
         return None
@@ -53,8 +55,9 @@ def check_launching(session: Session, config: str | None) -> Launch | None:
 
 
 def check_config(spec: TrainSpec, config: str, device: str = "cpu") -> Launch:
-    """Return what a launch file asks for. Refuses one that is missing, cannot start here or contradicts the recipe, before answers
-    and hidden states are made. device: the recipe's."""
+    """Return what a launch file asks for. device: the recipe's.
+
+    Raises UserError where the file is missing, cannot start here or contradicts the recipe."""
     config = find_file(config)
     if not Path(config).exists():
         raise UserError(
@@ -99,7 +102,7 @@ def find_script(method: str) -> Path:
 
 
 def check_script(script: str | None, method: str) -> None:
-    """Refuse a recipe whose method is not trained by the file of train/ that was launched."""
+    """Raise UserError where the file of train/ that was launched does not train the recipe's method."""
     if script is not None and find_method(method).launcher != script:
         raise UserError(
             f"train/{script} does not train the method {method!r} of the recipe: launch train/{find_method(method).launcher}, or "
@@ -108,11 +111,11 @@ def check_script(script: str | None, method: str) -> None:
 
 
 def train(session: Session, launch: Launch, words: list[str]) -> bool:
-    """Make answers and hidden states here, then train as `accelerate launch --config_file CONFIG train/head.py` would, in
-    processes of their own; return whether this machine goes on with the other stages. words: those of the recipe, again.
+    """Make answers and hidden states here, then train as `accelerate launch --config_file CONFIG train/head.py` would.
 
-    Of several machines the first makes the data and goes on after training; the others wait for it, and only train. Signals
-    reach the training itself, which saves a checkpoint; this process waits for it.
+    Return whether this machine goes on with the other stages: of several machines the first makes the data, and goes on after
+    training; the others wait for its data, and only train. A signal reaches the training processes, which save a checkpoint.
+    words: the recipe's, for the training processes.
     """
     session.processes = launch.processes
     if learned(session):
@@ -139,14 +142,15 @@ def train(session: Session, launch: Launch, words: list[str]) -> bool:
 
 
 def run_launcher(words: list[str], processes: int) -> int:
-    """Run draftsmith/cli/launcher.py until it ends, and return its exit code; signals are handed on to it. words: its own."""
+    """Run draftsmith/cli/launcher.py with `words` until it ends, pass signals on to it, and return its exit code."""
     asked: list[int] = []
 
     def hand_on(number: int, _: object) -> None:
         asked.append(number)
         process.send_signal(number)
 
-    # What is ignored stays so in the launcher, which would leave before its child; the child sees LAUNCHED and undoes it.
+    # A child inherits that Ctrl-C is ignored: the launcher must not end before the training processes, which see LAUNCHED and
+    # answer Ctrl-C again.
     usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         # No module of the working folder, nor of the script's, stands for one that is installed.

@@ -8,7 +8,7 @@ value; name, shape, type and offset of every tensor; the tensors, aligned
 import math
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -113,13 +113,15 @@ def _read_header(reader: _Reader, file: Path) -> GgufHeader:
         if key in metadata:
             raise ValueError(f"it holds {key[:80]!r} twice")
         metadata[key] = reader.value(*reader.numbers("I"))
-    infos = [_read_info(reader) for _ in range(tensors)]
+    kinds = _kinds()
+    offsets = [_read_span(reader, file, kinds) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 8 or alignment % 8:
         raise ValueError(f"its alignment is {alignment}")
     base = -(-reader.position // alignment) * alignment
-    kinds = _kinds()
-    spans = [_span(info, file, base, alignment, kinds) for info in infos]
+    if odd := [span.name for span in offsets if span.start % alignment]:
+        raise ValueError(f"its tensor {odd[0][:80]!r} is not aligned")
+    spans = [replace(span, start=base + span.start) for span in offsets]
     if len({span.name for span in spans}) < len(spans):
         raise ValueError("two of its tensors have the same name")
     end = base
@@ -132,29 +134,20 @@ def _read_header(reader: _Reader, file: Path) -> GgufHeader:
     return GgufHeader(metadata, spans)
 
 
-def _read_info(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
-    """Return name, shape, number of the type, and offset of a tensor."""
+def _read_span(reader: _Reader, file: Path, kinds: Kinds) -> TensorSpan:
+    """Return where a tensor lies, from the beginning of all tensors. Raises ValueError with what is wrong with it."""
     name, (dimensions,) = reader.text(), reader.numbers("I")
-    if dimensions > _MOST_DIMENSIONS:
-        raise ValueError(f"its tensor {name[:80]!r} has {dimensions} dimensions")
-    shape = reader.numbers("Q", dimensions)
-    return name, shape[::-1], *reader.numbers("I"), *reader.numbers("Q")
-
-
-def _span(
-    info: tuple[str, tuple[int, ...], int, int], file: Path, base: int, alignment: int, kinds: Kinds
-) -> TensorSpan:
-    """Return where a tensor lies. Raises ValueError with what is wrong with it."""
-    name, shape, number, offset = info
-    kind, (block, size) = kinds.get(number, ("", (1, 1)))
     named = f"its tensor {name[:80]!r}"
-    if not kind:
+    if dimensions > _MOST_DIMENSIONS:
+        raise ValueError(f"{named} has {dimensions} dimensions")
+    shape = reader.numbers("Q", dimensions)[::-1]
+    (number,), (offset,) = reader.numbers("I"), reader.numbers("Q")
+    if number not in kinds:
         raise ValueError(f"{named} is of type {number}, which the installed gguf package does not know")
+    kind, (block, size) = kinds[number]
     if not all(shape) or (shape[-1] if shape else 1) % block:
         raise ValueError(f"{named} has the shape {list(shape)}, which {kind} cannot have")
-    if offset % alignment:
-        raise ValueError(f"{named} is not aligned")
-    return TensorSpan(name, kind, shape, file, base + offset, math.prod(shape) // block * size)
+    return TensorSpan(name, kind, shape, file, offset, math.prod(shape) // block * size)
 
 
 def _kinds() -> Kinds:

@@ -23,13 +23,13 @@ MOST_DIGITS = 40
 _SUSPECT = re.compile(r"\\u[dD][89a-fA-F]|\d{41}")
 
 
-def parse_json(text: str | bytes, place: str, remedy: str, *, infinite: bool = False) -> Any:
+def parse_json(text: str | bytes, source: str, remedy: str, *, infinite: bool = False) -> Any:
     """Return the value of a JSON text.
 
-    place: names the text in the sentence, such as "answers.jsonl, line 3". infinite: take NaN and Infinity, which
+    source: names the text in the sentence, such as "answers.jsonl, line 3". infinite: take NaN and Infinity, which
     transformers writes into configurations. Raises UserError, which ends in `remedy`.
     """
-    text = text if isinstance(text, str) else decode_text(text, place, remedy)
+    text = text if isinstance(text, str) else decode_text(text, source, remedy)
     try:
         value = json.loads(text) if infinite else json.loads(text, parse_float=_finite, parse_constant=_finite)
         if text.count("[") + text.count("{") > MOST_DEPTH:
@@ -38,9 +38,9 @@ def parse_json(text: str | bytes, place: str, remedy: str, *, infinite: bool = F
             _check_values(value)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text.strip() else f"column {error.colno}"
-        raise UserError(f"{place} is not JSON ({error.msg} at {where}): {remedy}.") from error
+        raise UserError(f"{source} is not JSON ({error.msg} at {where}): {remedy}.") from error
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} holds {_what(error)}: {remedy}.") from error
+        raise UserError(f"{source} holds {_what(error)}: {remedy}.") from error
     return value
 
 
@@ -60,10 +60,10 @@ def read_object(path: Path | str, remedy: str, *, most: int = MOST_BYTES, infini
 def read_json_lines(path: Path | str, remedy: str) -> Iterator[tuple[int, Any]]:
     """Yield number and value of every line of a JSON Lines file. Raises UserError, naming file and line."""
     for number, line in enumerate(read_lines(path, remedy), start=1):
-        place = f"{path}, line {number}"
+        source = f"{path}, line {number}"
         if not line.strip():
-            raise UserError(f"{place}: the line is empty: {remedy}.")
-        yield number, parse_json(line, place, remedy)
+            raise UserError(f"{source}: the line is empty: {remedy}.")
+        yield number, parse_json(line, source, remedy)
 
 
 def kind_of(value: Any) -> str:
@@ -87,7 +87,7 @@ def is_text(value: str) -> bool:
 
 
 def _finite(text: str) -> float:
-    """Return a number as the parser found it. Raises ValueError for NaN, infinity, and what is too large to be another."""
+    """Return a number as the parser read it. Raises ValueError for NaN, infinity, and what is too large to be another."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"the number {number}")

@@ -51,12 +51,12 @@ def read_text(path: Path | str, remedy: str, most: int = MOST_BYTES) -> str:
     return decode_text(read_bytes(path, remedy, most), str(path), remedy)
 
 
-def decode_text(data: bytes, place: str, remedy: str) -> str:
-    """Return UTF-8 bytes as text, a byte-order mark left out. place: names them in the sentence."""
+def decode_text(data: bytes, source: str, remedy: str) -> str:
+    """Return UTF-8 bytes as text, a byte-order mark left out. source: names them in the sentence."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{place} is not UTF-8 text ({error.reason} at byte {error.start}): {remedy}.") from error
+        raise UserError(f"{source} is not UTF-8 text ({error.reason} at byte {error.start}): {remedy}.") from error
 
 
 def read_lines(path: Path | str, remedy: str, most: int = MOST_LINE_BYTES) -> Iterator[bytes]:

@@ -101,14 +101,14 @@ class ModelServer:
         for card in cards if isinstance(cards, list) else ():
             if isinstance(card, dict) and isinstance(own := card.get("id"), str):
                 served |= {_last(name): own for name in (card.get("root"), own) if isinstance(name, str)}
-        found = next((served[_last(name)] for name in names if _last(name) in served), None)
-        if found is None:
+        known_as = next((served[_last(name)] for name in names if _last(name) in served), None)
+        if known_as is None:
             serves = ", ".join(dict.fromkeys(one_line(name, 90) for name in list(served.values())[:5]))
             raise UserError(
                 f"{self.url} serves {serves or 'no model'}{', ...' if len(served) > 5 else ''}, not {' or '.join(names)}: start it with the recipe's target; where that is the "
                 f"same model under another name, {remedy}."
             )
-        return found
+        return known_as
 
     @contextmanager
     def _reply(
@@ -133,9 +133,9 @@ class ModelServer:
 
     def _explain_refusal(self, reply: HTTPResponse, path: str) -> NoReturn:
         if reply.status in range(300, 400):
-            place = one_line(reply.headers.get("Location", "nowhere"))
+            elsewhere = one_line(reply.headers.get("Location", "nowhere"))
             raise ServerError(
-                f"{self.url} redirects {path} to {place}, and redirects are not followed: give {self._option} the address of the "
+                f"{self.url} redirects {path} to {elsewhere}, and redirects are not followed: give {self._option} the address of the "
                 "server itself.",
                 again=False,
             )

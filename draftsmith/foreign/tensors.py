@@ -45,10 +45,10 @@ def read_header(file: Path, remedy: str) -> list[TensorSpan]:
     open_file(file, remedy).close()
     with foreign_code(f"{file} is cut short or damaged", remedy), safe_open(file, "numpy") as opened:
         entries = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
-        found = [(name, entry.get_dtype(), tuple(entry.get_shape())) for name, entry in entries]
-    sizes = [math.prod(shape) * BITS[dtype] // 8 for _, dtype, shape in found]
+        tensors = [(name, entry.get_dtype(), tuple(entry.get_shape())) for name, entry in entries]
+    sizes = [math.prod(shape) * BITS[dtype] // 8 for _, dtype, shape in tensors]
     start, spans = file.stat().st_size - sum(sizes), []  # they fill the file up to its end
-    for (name, dtype, shape), size in zip(found, sizes, strict=True):
+    for (name, dtype, shape), size in zip(tensors, sizes, strict=True):
         spans.append(TensorSpan(name, dtype, shape, file, start, size))
         start += size
     return spans

@@ -1,4 +1,4 @@
-"""What changed between two recipes that made a stage, told by the keys that a user sets.
+"""What changed between two recipes that made a stage, in the keys that a user sets.
 
 run.json identifies what a stage was made from, and for much of it that is a hash: of conversations, models, earlier stages. The
 recipe that stands beside tells which keys such a hash came from.
@@ -34,29 +34,29 @@ _HASHES: dict[str, tuple[str, tuple[str, ...]]] = {
 """What a record identifies by a hash: in words, and the keys of the recipe that decide it, or the sections of such keys."""
 _GROUPS = ("identity", "beside", "baselines", "trees")
 """Those that hold a hash by name."""
-MOST_TOLD = 3
+MOST_CHANGES = 3
 
 
 def tell_changes(
     was: Mapping[str, Any], now: Mapping[str, Any], recipe_was: Mapping[str, Any], recipe_now: Mapping[str, Any]
 ) -> str:
-    """Return in words what differs between a stage's inputs, at most MOST_TOLD of it; the method first, as options come with it.
+    """Return in words what differs between a stage's inputs, at most MOST_CHANGES of it; the method first, as options come with it.
 
     Inputs and recipes are flat, by dotted keys. A recipe that is not known, as in older records, is empty; what is identified by a
     hash is then called by name.
     """
     changed = sorted(differing(was, now) or was.keys() | now.keys(), key=lambda key: (key != "method", key))
-    told: dict[str, None] = {}
+    changes: dict[str, None] = {}
     for key in changed:
         name = next((group for group in _GROUPS if key.startswith(f"{group}.")), key)
         if name not in _HASHES:
-            told[_told(key, was, now)] = None
+            changes[_change(key, was, now)] = None
             continue
         what, decides = _HASHES[name]
         keys = differing(recipe_was, recipe_now) if recipe_was and recipe_now else []
         known = [one for one in keys if any(one == key or one.startswith(f"{key}.") for key in decides)]
-        told |= dict.fromkeys([_told(one, recipe_was, recipe_now) for one in known] or [f"{what} changed"])
-    return "; ".join([*told][:MOST_TOLD])
+        changes |= dict.fromkeys([_change(one, recipe_was, recipe_now) for one in known] or [f"{what} changed"])
+    return "; ".join([*changes][:MOST_CHANGES])
 
 
 def differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -68,5 +68,5 @@ def differing(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return sorted(key for key in then if then[key] != here[key])
 
 
-def _told(key: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def _change(key: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f"{key} was {shown(was.get(key))}, is {shown(now.get(key))}"

@@ -110,29 +110,29 @@ def load_yaml(path: str) -> dict[str, Any]:
     return content
 
 
-def _check_texts(value: Any, key: str, place: str) -> None:
+def _check_texts(value: Any, key: str, source: str) -> None:
     """Raise UserError for a value of a recipe or an override that JSON does not have, such as a date or a key that is no text, and for
     a text that is more than its parser, which takes texts for YAML, can read."""
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):
                 where = f"{key} holds" if key else "it has"
-                raise UserError(f"{place}: {where} the key {shown(name)}, which is no text: put it in quotes.")
-            _check_texts(item, f"{key}.{name}"[-MOST_SHOWN:] if key else name[:MOST_SHOWN], place)
+                raise UserError(f"{source}: {where} the key {shown(name)}, which is no text: put it in quotes.")
+            _check_texts(item, f"{key}.{name}"[-MOST_SHOWN:] if key else name[:MOST_SHOWN], source)
     elif isinstance(value, list):
         for item in value:
-            _check_texts(item, key, place)
+            _check_texts(item, key, source)
     elif not isinstance(value, str | int | float | None):
-        raise UserError(f"{place}: {key} is a {type(value).__name__} ({shown(value)}): put it in quotes for a text.")
+        raise UserError(f"{source}: {key} is a {type(value).__name__} ({shown(value)}): put it in quotes for a text.")
     elif isinstance(value, str):
         if len(value) > MOST_VALUE or "\0" in value:
             what = "holds a NUL character" if "\0" in value else f"has more than {MOST_VALUE} characters"
-            raise UserError(f"{place}: {key} is {shown(value)}, which {what}: give it another value.")
+            raise UserError(f"{source}: {key} is {shown(value)}, which {what}: give it another value.")
         with suppress(MarkedYAMLError):  # which leaves it as it is
-            parse_yaml(value, f"{place}: {key}", "give it another value")
+            parse_yaml(value, f"{source}: {key}", "give it another value")
 
 
-def _check_overrides(argv: Sequence[str], place: str) -> None:
+def _check_overrides(argv: Sequence[str], source: str) -> None:
     """Raise UserError for words of the command line that are no values of a recipe's keys."""
     for word, after in pairwise((*argv, "")):
         if word.startswith("--"):
@@ -141,9 +141,9 @@ def _check_overrides(argv: Sequence[str], place: str) -> None:
             # The parser would read a file of that name.
             if key in _WHOLE and value and not value.startswith("--") and not value.lstrip().startswith("{"):
                 raise UserError(
-                    f"{place}{key} is {shown(value)}, but it is a section: set its keys, as in --{key}.KEY VALUE."
+                    f"{source}{key} is {shown(value)}, but it is a section: set its keys, as in --{key}.KEY VALUE."
                 )
-            _check_texts(value, key, place.removesuffix(": "))
+            _check_texts(value, key, source.removesuffix(": "))
 
 
 def parse_recipe(
@@ -208,9 +208,9 @@ def _no_mapping(key: str, item: Any) -> str:
 
 def _option(argv: list[str], name: str) -> str | None:
     """Return the value of a `--name value` or `--name=value` option, which is needed before parsing."""
-    for place, word in enumerate(argv):
-        if word == name and place + 1 < len(argv):
-            return argv[place + 1]
+    for i, word in enumerate(argv):
+        if word == name and i + 1 < len(argv):
+            return argv[i + 1]
         if word.startswith(name + "="):
             return word.split("=", 1)[1]
     return None

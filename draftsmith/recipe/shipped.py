@@ -13,12 +13,12 @@ FOLDER = Path(draftsmith.__file__).parent / "recipes"
 
 def shipped_names() -> dict[str, str]:
     """Return what is installed by name, and how the comment at its top begins: up to the first colon, semicolon or full stop."""
-    found = {}
+    names = {}
     for path in sorted(FOLDER.glob("*/*.yaml")):
         lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
         about = re.sub(r" \([^)]*\)", "", " ".join(line.strip("# ") for line in lines))
-        found[path.relative_to(FOLDER).with_suffix("").as_posix()] = re.split(r"[.:;](?: |$)", about)[0]
-    return found
+        names[path.relative_to(FOLDER).with_suffix("").as_posix()] = re.split(r"[.:;](?: |$)", about)[0]
+    return names
 
 
 def find_file(name: str) -> str:

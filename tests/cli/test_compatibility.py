@@ -139,37 +139,26 @@ def test_where_nothing_can_be_compared_nothing_fits(
     assert "Nothing is recorded" in text
 
 
-def mistakes(place: Path, folder: Path) -> dict[str, tuple[list[str], str]]:
-    cut = folder / "cut"
-    shutil.copytree(place / "export", cut)
+def test_a_mistake_is_one_sentence(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(place / "export", cut := tmp_path / "cut")
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-10])
     head, target = ["--head", str(place / "export")], ["--target", str(place / "target")]
-    return {
-        "cut short": (["--head", str(cut), *target], "model.safetensors is cut short or damaged"),
-        "no head": (["--head", str(folder / "nowhere"), *target], "no folder"),
-        "a target for a head": (["--head", str(place / "target"), *target], "is the target itself"),
-        "a head for a target": ([*head, "--target", str(place / "export")], "is a draft head"),
-        "no target": ([*head, "--target", str(folder / "nowhere")], "neither a folder nor a Hub name"),
-        "not in the cache": ([*head, "--target", "nobody/nothing"], "fetch it first"),
-        "an empty target": ([*head, "--target", str(folder)], "has no config.json"),
-        "half a question": (head, "--target is missing"),
-        "another option": ([*head, *target, "--recipe", "x"], "but not --recipe"),
-    }
-
-
-@pytest.mark.parametrize("mistake", [
-    "cut short", "no head", "a target for a head", "a head for a target", "no target", "not in the cache",
-    "an empty target", "half a question", "another option",
-])  # fmt: skip
-def test_a_mistake_is_one_sentence(
-    mistake: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words, said = mistakes(place, tmp_path)[mistake]
-    assert main(["doctor", *words]) == 2
-    printed = capsys.readouterr()
-    assert printed.err.count("draftsmith: ") == 1
-    assert said in printed.err
-    assert not printed.out
+    for words, said in (
+        (["--head", str(cut), *target], "model.safetensors is cut short or damaged"),
+        (["--head", str(tmp_path / "nowhere"), *target], "no folder"),
+        (["--head", str(place / "target"), *target], "is the target itself"),
+        ([*head, "--target", str(place / "export")], "is a draft head"),
+        ([*head, "--target", str(tmp_path / "nowhere")], "neither a folder nor a Hub name"),
+        ([*head, "--target", "nobody/nothing"], "fetch it first"),
+        ([*head, "--target", str(tmp_path)], "has no config.json"),
+        (head, "--target is missing"),
+        ([*head, *target, "--recipe", "x"], "but not --recipe"),
+    ):
+        assert main(["doctor", *words]) == 2
+        printed = capsys.readouterr()
+        assert printed.err.count("draftsmith: ") == 1
+        assert said in printed.err
+        assert not printed.out
 
 
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "pytorch_model.bin"])
@@ -210,20 +199,18 @@ def words(place: Path, target: str, run: Path) -> list[str]:
         "target.path": place / target,
         "target.device": "cpu",
         "head.layer_ids": "[2,4,6]",
+        "output_dir": run,
         "evaluate.prompts": f"[{prompts}]",
         "evaluate.temperatures": "[0.0]",
         "evaluate.max_new_tokens": 6,
         "evaluate.repeats": 1,
+        "evaluate.generate": "false",
+        "evaluate.plan_batches": "[]",
         "evaluate.num_speculative_tokens": 1,
         "evaluate.max_k": 1,
-        "evaluate.generate": "false",
-        "output_dir": run,
     }
-    return [
-        "--head",
-        str(place / "run" / "train" / "best"),
-        *(w for k, v in options.items() for w in (f"--{k}", str(v))),
-    ]
+    head = ["--head", str(place / "run" / "train" / "best")]
+    return [*head, *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
 
 
 def test_an_evaluation_on_another_target_warns_wherever_its_numbers_go(

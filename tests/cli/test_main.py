@@ -37,18 +37,14 @@ def words(target: Path, tmp_path: Path) -> list[str]:
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"yes {i}"}]} for i in "ab"
     ]
     (tmp_path / "talk.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return [
-        "--target.path",
-        str(target),
-        "--target.device",
-        "cpu",
-        "--data.sources",
-        f"[{tmp_path / 'talk.jsonl'}]",
-        "--data.heldout",
-        "1",
-        "--output_dir",
-        str(tmp_path / "run"),
-    ]
+    options = {
+        "target.path": target,
+        "target.device": "cpu",
+        "data.sources": f"[{tmp_path / 'talk.jsonl'}]",
+        "data.heldout": 1,
+        "output_dir": tmp_path / "run",
+    }
+    return [word for key, value in options.items() for word in (f"--{key}", str(value))]
 
 
 def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -142,15 +138,6 @@ def test_a_draft_head_is_no_target(
     assert "is a draft head: give the folder of the model that it drafts for" in message
 
 
-def test_a_malformed_line_is_named(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "talk.jsonl"
-    path.write_text(path.read_text() + "{not json\n")
-    message = fails(["regenerate", *words], capsys)
-    assert "talk.jsonl" in message
-    assert "3" in message
-    assert not (tmp_path / "run" / "answers.jsonl").exists()
-
-
 def test_things_that_are_not_there_yet(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = ["--evaluate.prompts", f"[{tmp_path / 'talk.jsonl'}]"]
     assert "no trained head" in fails(["evaluate", *words, *prompts], capsys)
@@ -167,14 +154,14 @@ def test_things_that_are_not_there_yet(words: list[str], tmp_path: Path, capsys:
     assert "data.sources is empty" in fails(["regenerate", *words, "--data.sources", "[]"], capsys)
 
 
-def test_held_out_more_than_there_is(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--answers.regenerate", "false", "--head.layer_ids", "[2,4,6]", "--data.heldout", "5"]
-    assert "data.heldout is 5" in fails(["train", *words, *options], capsys)
-
-
-def test_layers_out_of_range(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--answers.regenerate", "false", "--head.layer_ids", "[2,4,8]", "--data.heldout", "1"]
-    assert "8" in fails(["train", *words, *options], capsys)
+@pytest.mark.parametrize(
+    ("layers", "heldout", "said"), [("[2,4,6]", 5, "data.heldout is 5"), ("[2,4,8]", 1, "head.layer_ids")]
+)
+def test_what_cannot_be_trained_is_refused_first(
+    layers: str, heldout: int, said: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--answers.regenerate", "false", "--head.layer_ids", layers, "--data.heldout", str(heldout)]
+    assert said in fails(["train", *words, *options], capsys)
 
 
 def test_inspect_shows_what_is_learnt(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

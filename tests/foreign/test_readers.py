@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.json import MOST_DEPTH, parse_json, read_json_lines, read_object
+from draftsmith.foreign.json import MOST_DEPTH, parse_json, read_json, read_json_lines, read_object
 from draftsmith.foreign.limits import try_out
 from draftsmith.foreign.reading import open_file, read_bytes, read_lines, read_text
 from draftsmith.foreign.tensors import BITS, read_header, read_index
@@ -135,23 +135,24 @@ def test_any_value_is_taken_as_it_is_or_refused(value: Any) -> None:
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
 
 
-@FUZZ
-@given(st.binary(max_size=200) | st.text(alphabet='{}[]",:0123456789eE+-.\\udtrufalsn \n').map(str.encode))
-def test_any_bytes_are_json_or_refused(data: bytes) -> None:
-    try:
-        parse_json(data, "file", REMEDY)
-    except UserError as error:
-        check_sentence(str(error))
+BYTES = {
+    "json": st.binary(max_size=200) | st.text('{}[]",:0123456789eE+-.\\udtrufalsn \n').map(str.encode),
+    "yaml": st.binary(max_size=300) | st.text("ab:&*!<>|?-[]{}#,'\"%@ \n\t0123456789", max_size=80).map(str.encode),
+}
 
 
-@FUZZ
-@given(st.binary(max_size=300) | st.text(alphabet="ab:&*!<>|?-[]{}#,'\"%@ \n\t0123456789", max_size=80).map(str.encode))
-def test_any_bytes_are_yaml_or_refused(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "a.yaml").write_bytes(data)
-    try:
-        read_yaml(tmp_path / "a.yaml", REMEDY)
-    except UserError as error:
-        check_sentence(str(error))
+@pytest.mark.parametrize("kind", BYTES)
+def test_any_bytes_are_read_or_refused(kind: str, tmp_path: Path) -> None:
+    @FUZZ
+    @given(BYTES[kind])
+    def check(data: bytes) -> None:
+        (tmp_path / "file").write_bytes(data)
+        try:
+            (read_json if kind == "json" else read_yaml)(tmp_path / "file", REMEDY)
+        except UserError as error:
+            check_sentence(str(error))
+
+    check()
 
 
 def test_yaml_within_limits(tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_a_header_is_that_of_the_library(tmp_path: Path) -> None:
     tensors = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16), "c": torch.zeros(0, dtype=torch.int8)}
     save_file(tensors, tmp_path / "a", {"format": "pt"})
     found = {span.name: span for span in read_header(tmp_path / "a", REMEDY)}
-    assert {name: (span.shape, span.size) for name, span in found.items()} == {
+    assert {name: (one.shape, one.size) for name, one in found.items()} == {
         "a": ((2, 3), 24),
         "b": ((4,), 8),
         "c": ((0,), 0),
@@ -219,14 +220,15 @@ def test_other_peoples_code_ends_in_a_sentence() -> None:
     class Panic(BaseException):
         """As Rust code raises."""
 
-    for error in (
+    errors = (
         KeyError("x"),
         RecursionError(),
         MemoryError(),
         Panic("no model"),
         OSError(2, "gone"),
         ZeroDivisionError(),
-    ):
+    )
+    for error in errors:
 
         def fail(error: BaseException = error) -> None:
             with foreign_code("The file a cannot be read", REMEDY):

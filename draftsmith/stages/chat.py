@@ -11,7 +11,7 @@ import io
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -19,28 +19,18 @@ from draftsmith.data.conversations.live import LiveAnswer, print_legend
 from draftsmith.data.conversations.templates import render_prompt, render_text
 from draftsmith.decoder.answers import Decoded, Generation, Request, tally_generation
 from draftsmith.decoder.decode import decode_batch, decode_live
-from draftsmith.decoder.draft import Drafter, TargetAlone
-from draftsmith.decoder.verify import Typical
+from draftsmith.decoder.draft import TargetAlone
 from draftsmith.errors import UserError, printable
+from draftsmith.eval.drafters.system import Way
 from draftsmith.progress import say
 from draftsmith.stages.drafters import load_fitting, ways_to_draft
 from draftsmith.stages.session import Session
-from draftsmith.target.target import Target
 from draftsmith.train.stopping import ENDING, Interrupt, Terminated
 
 ALONE_TOKENS = 32
 """Tokens that the target writes alone after an answer, to see how fast it is."""
 _WARM_UP_TOKENS = 16
 _COMMANDS = "/reset begins anew, /exit or Ctrl-D ends, Ctrl-C ends an answer"
-
-
-@dataclass(frozen=True)
-class _Way:
-    """Who writes: a drafter, the target that verifies it, and the lossy rule that accepts, if one does."""
-
-    target: Target
-    drafter: Drafter
-    typical: Typical | None = None
 
 
 class Chat:
@@ -68,10 +58,10 @@ class Chat:
             raise UserError(f"evaluate.drafts names no way to draft for the head in {folder}: add {{tree: chain}}.")
         first = ways[0]
         self.name, self.draft_length = first.name, first.num_speculative_tokens
-        self.way = _Way(first.verified_by(self.target), first.make(self.draft_length), first.typical)
+        self.way = first.way(self.target)
         contexts = [self.target.context_length, head.reads.context_length or self.target.context_length]
         self.context = min(contexts) - self.way.drafter.num_speculative_tokens
-        self.alone = _Way(self.target, TargetAlone())
+        self.alone = Way(self.target, TargetAlone())
         self.console = Console()
         self._warm_up()
 
@@ -113,7 +103,7 @@ class Chat:
         return answer
 
     def _write(
-        self, way: _Way, request: Request, interrupt: Interrupt, show: Callable[[int, int | None], None] | None = None
+        self, way: Way, request: Request, interrupt: Interrupt, show: Callable[[int, int | None], None] | None = None
     ) -> Decoded:
         """Decode until the answer ends or is interrupted. show: takes every token with the draft position it was accepted
         at, None for the target's own."""

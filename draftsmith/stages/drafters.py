@@ -120,9 +120,10 @@ def select_drafters(
 ) -> list[SystemUnderTest]:
     """Return a drafter for every head and way to draft that fits it, then the baselines.
 
-    longest: tokens of the longest text that will be decoded. tokenizer: the target's, which draft models must share. compared:
-    `target` was tuned, and the evaluation compares it with its original. Raises UserError where a way fits no head, where the first head, the run's own, is left
-    with none, where the longest text is longer than a drafter reads, and where two drafters have the same name.
+    longest: tokens of the longest text that will be decoded. tokenizer: the target's, which draft models must share.
+    compared: `target` was tuned, and the evaluation compares it with its original. Raises UserError where a way fits no
+    head, where the first head, the run's own, is left with none, where the longest text is longer than a drafter reads,
+    and where two drafters have the same name.
     """
     spec = recipe.evaluate
     for name, head in heads.items():

@@ -12,11 +12,10 @@ import torch
 
 from draftsmith.decoder.answers import Decoded, Request
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.decoder.verify import Typical
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem, Timed
-from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.drafters.system import SystemUnderTest, Way
 from draftsmith.eval.simulate.answers import pack_decoded, unpack_decoded, without_request
 from draftsmith.foreign.journal import Journal
 from draftsmith.machine import Clocks, ClockWatch
@@ -30,8 +29,6 @@ _WAITING = 3
 
 Repeats = list[list[Decoded]]
 """What one system decoded: of each repeat its groups of requests, slice by slice."""
-
-_Way = tuple[Target, Drafter, Typical | None]
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,7 @@ def run_systems(
     serving engines: a request that is done makes room for the next of its group. picks, generate: take their turns on the first
     groups of each slice, the latter one request after the other. journal: what it holds is not decoded again. Shows a bar.
     """
-    ways: dict[str, _Way] = {"": (target, TargetAlone(), None)}
-    ways |= {s.name: (s.verified_by(target), s.make(s.num_speculative_tokens), s.typical) for s in (*systems, *picks)}
+    ways = {"": Way(target, TargetAlone())} | {s.name: s.way(target) for s in (*systems, *picks)}
     journal = journal or Journal()
     partly, warm = {s.name for s in picks}, False
     decoded: dict[str, Repeats] = {name: [[] for _ in requests_by_repeat] for name in ways}
@@ -103,24 +99,24 @@ class _Turn:
 
 
 def _take(
-    ways: dict[str, _Way], generate: GenerateSystem | None, group: list[Request], sampling: Sampling, batch: int
+    ways: dict[str, Way], generate: GenerateSystem | None, group: list[Request], sampling: Sampling, batch: int
 ) -> _Turn:
     watch, by_name = ClockWatch(), {}
-    for name, (own, drafter, typical) in ways.items():
-        on_gpu = own.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats(own.device)
-        decoded = decode_batch(own, drafter, group, sampling, typical, rows=batch)
-        by_name[name] = replace(decoded, peak_bytes=torch.cuda.max_memory_allocated(own.device) if on_gpu else None)
+    for name, way in ways.items():
+        device = way.target.device
+        if on_gpu := device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        decoded = decode_batch(way.target, way.drafter, group, sampling, way.typical, rows=batch)
+        by_name[name] = replace(decoded, peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None)
     answered = [] if generate is None else [generate.answer(request, sampling) for request in group]
     return _Turn(by_name, answered, watch.read())
 
 
-def _warm_up(ways: dict[str, _Way], generate: GenerateSystem | None, request: Request, sampling: Sampling) -> None:
+def _warm_up(ways: dict[str, Way], generate: GenerateSystem | None, request: Request, sampling: Sampling) -> None:
     """Decode a few tokens every way, as first passes are slow."""
     short = replace(request, max_new_tokens=min(16, request.max_new_tokens))
-    for own, drafter, typical in ways.values():
-        decode_batch(own, drafter, [short], sampling, typical)
+    for way in ways.values():
+        decode_batch(way.target, way.drafter, [short], sampling, way.typical)
     if generate is not None:
         generate.answer(short, sampling)
 
@@ -142,7 +138,7 @@ def _pack_turn(turn: _Turn) -> dict[str, Any]:
     }
 
 
-def _kept(value: Any, group: Sequence[Request], ways: dict[str, _Way], generate: GenerateSystem | None) -> _Turn | None:
+def _kept(value: Any, group: Sequence[Request], ways: dict[str, Way], generate: GenerateSystem | None) -> _Turn | None:
     """Return the turn that a journal holds, None where it holds none or not every system's."""
     if value is None or not ways.keys() <= value["by_name"].keys() or (generate and not value["generate"]):
         return None

@@ -72,6 +72,15 @@ class DraftInfo:
 
 
 @dataclass(frozen=True)
+class Way:
+    """Who writes: a drafter, the target that verifies it, and the lossy rule that accepts, if one does."""
+
+    target: Target
+    drafter: Drafter
+    typical: Typical | None = None
+
+
+@dataclass(frozen=True)
 class SystemUnderTest:
     """One drafter of an evaluation.
 
@@ -121,6 +130,10 @@ class SystemUnderTest:
     def verified_by(self, target: Target) -> Target:
         """Return the target that verifies its drafts in an evaluation of `target`."""
         return target if self.verifier is None else self.verifier
+
+    def way(self, target: Target) -> Way:
+        """Return how it writes in an evaluation of `target`, with the draft length of the decoded run."""
+        return Way(self.verified_by(target), self.make(self.num_speculative_tokens), self.typical)
 
     @property
     def lengths(self) -> tuple[int, ...]:

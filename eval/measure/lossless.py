@@ -15,14 +15,12 @@ from draftsmith.foreign.journal import Journal
 from draftsmith.progress import Bar
 from draftsmith.target.target import Target
 
-GREEDY = Sampling()
-
 
 def check_lossless(
     target: Target,
     systems: Sequence[SystemUnderTest],
     requests: Sequence[Request],
-    greedy: Sampling = GREEDY,
+    greedy: Sampling,
     journal: Journal | None = None,
 ) -> dict[str, dict[str, Lossless]]:
     """Decode every request greedily with and without each draft, by the target that verifies it; return by name what
@@ -55,7 +53,7 @@ def compare_texts(
     alone: Sequence[Generation],
     texts: Sequence[Text],
     num_speculative_tokens: int,
-    greedy: Sampling = GREEDY,
+    greedy: Sampling,
 ) -> dict[str, Lossless]:
     """Compare a drafter's greedy answers with those of the target alone to the same requests, per slice and as "overall"."""
     penalty, k = greedy.repetition_penalty, num_speculative_tokens

@@ -10,6 +10,7 @@ from draftsmith.decoder.answers import Generation, Request
 from draftsmith.decoder.decode import decode
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.drafters.prompt_lookup import PromptLookup
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.simulate import answers
@@ -41,7 +42,7 @@ def target() -> Target:
 def test_an_interrupted_check_goes_on_with_the_answer_it_was_at(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = check_lossless(target, SYSTEMS, REQUESTS)
+    expected = check_lossless(target, SYSTEMS, REQUESTS, Sampling())
     assert expected["lookup"]["overall"].equal == len(REQUESTS)
     assert expected["lookup"]["overall"].tau == expected["lookup"]["overall"].tau_simulated
     calls, cut = 0, len(REQUESTS) + 2
@@ -56,10 +57,10 @@ def test_an_interrupted_check_goes_on_with_the_answer_it_was_at(
 
     monkeypatch.setattr(answers, "decode", dies)
     with pytest.raises(KeyboardInterrupt):
-        check_lossless(target, SYSTEMS, REQUESTS, journal=Journal(path))
+        check_lossless(target, SYSTEMS, REQUESTS, Sampling(), journal=Journal(path))
     calls, last = 0, 10**6
-    assert check_lossless(target, SYSTEMS, REQUESTS, journal=Journal(path)) == expected
+    assert check_lossless(target, SYSTEMS, REQUESTS, Sampling(), journal=Journal(path)) == expected
     assert cut + calls == 3 * len(REQUESTS), "the target alone and two drafters"
     calls, other = 0, Target(tiny_model("llama"), path="tiny", fingerprint="1")
-    check_lossless(other, SYSTEMS, REQUESTS, journal=Journal(path))
+    check_lossless(other, SYSTEMS, REQUESTS, Sampling(), journal=Journal(path))
     assert calls == 3 * len(REQUESTS), "answers of other weights are not taken"

@@ -29,7 +29,7 @@ from draftsmith.eval.measure.measure import (
 )
 from draftsmith.eval.results.bootstrap import bootstrap_tau, mean_tau
 from draftsmith.eval.results.conditions import Group
-from draftsmith.eval.results.result import Costs, Measures, Percentiles, PromptSums
+from draftsmith.eval.results.result import Costs, DrafterResult, Measures, Percentiles, PromptSums
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.target.target import Target
 from tests.models import tiny_model
@@ -69,6 +69,12 @@ def text(generation: Generation) -> Text:
     return Text(generation, tally, [tally, tally])
 
 
+def summarized(texts: list[Text], **changes: Any) -> DrafterResult:
+    """The measures of texts that took a second each, and as long without a draft."""
+    timings = {name: [[decoded(t.generation, verify=1.0) for t in texts]] for name in ("", "eagle3")}
+    return summarize(replace(system("eagle3"), **changes), Texts(texts), turns_of(timings))
+
+
 def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
     a, b = answer("a", "chat", [2, 1, 0]), answer("b", "code", [2, 2])
     drafted = [[decoded(a, draft=1, verify=s), decoded(b, draft=1, verify=s)] for s in (2.0, 1.0, 4.0)]
@@ -101,7 +107,7 @@ def test_waits_for_tokens_are_percentiles_over_all_tokens() -> None:
     read.emitted_at, alone.emitted_at = [10.0, 14.0, 16.0], [10.0, 11.0, 12.0, 13.0, 14.0, 15.0]
     assert read.waits == [4.0, 0.0, 0.0, 2.0, 0.0]
     timings = {"": [[decoded(alone)]], "eagle3": [[decoded(read)]]}
-    m = summarize(system("eagle3"), Texts([text(read)]), turns_of(timings), Costs({}, {})).overall
+    m = summarize(system("eagle3"), Texts([text(read)]), turns_of(timings)).overall
     assert m.token_wait_s == Percentiles(0.0, pytest.approx(3.6))
     assert m.token_wait_baseline_s == Percentiles(1.0, 1.0)
 
@@ -113,7 +119,7 @@ def test_both_are_compared_with_generate_on_its_own_prompts() -> None:
     plain = [[decoded(a, verify=6.0), decoded(b, verify=12.0)]]
     generate = [[Timed(b.request, (), 0.0, 24.0, 6)]]
     timings = {"": plain, "eagle3": drafted}
-    m = summarize(system("eagle3"), Texts([text(a), text(b)]), turns_of(timings, generate), Costs({}, {})).overall
+    m = summarize(system("eagle3"), Texts([text(a), text(b)]), turns_of(timings, generate)).overall
     assert (m.speedup, m.speedup_vs_generate, m.baseline_vs_generate) == (
         pytest.approx(3),
         pytest.approx(8),
@@ -122,10 +128,8 @@ def test_both_are_compared_with_generate_on_its_own_prompts() -> None:
 
 
 def test_drafted_tokens_are_not_told_where_drafts_end_by_their_own_tokens() -> None:
-    only = [text(answer("a", "chat", [2, 1, 0]))]
-    timings = {"": [[decoded(only[0].generation)]], "eagle3": [[decoded(only[0].generation)]]}
     for ends in (None, 0.3):
-        m = summarize(replace(system("eagle3"), threshold=ends), Texts(only), turns_of(timings), Costs({}, {})).overall
+        m = summarized([text(answer("a", "chat", [2, 1, 0]))], threshold=ends).overall
         assert m.k_sweep is not None
         assert all(point.tau_simulated is not None for point in m.k_sweep)
         assert all((point.acceptance_rate is None) == (ends is not None) for point in m.k_sweep)
@@ -134,7 +138,7 @@ def test_drafted_tokens_are_not_told_where_drafts_end_by_their_own_tokens() -> N
 def test_what_was_not_measured_is_null() -> None:
     only = answer("a", "chat", [])
     timings = {"": [[decoded(only)]], "eagle3": [[decoded(only)]]}
-    m = summarize(system("eagle3"), Texts([text(only)]), turns_of(timings), Costs({}, {})).overall
+    m = summarize(system("eagle3"), Texts([text(only)]), turns_of(timings)).overall
     assert m.tokens == 0
     for value in (m.tau, m.decode_tok_s, m.speedup, m.ms_per_round, m.ideal_speedup, m.speedup_vs_generate):
         assert value is None
@@ -167,8 +171,7 @@ def test_both_taus_have_intervals_over_prompts() -> None:
     texts = [text(answer(str(i), "ab"[i % 2], [2] if i % 3 else [0, 0, 0])) for i in range(18)]
     one_round = Tally(1, 3, 1.5, 2, np.zeros(2), np.zeros(2), np.array([1.0, 0, 0]), np.array([2.0, 0, 0]))
     texts = [replace(t, simulated=[t.simulated[0], one_round]) for t in texts]
-    timings = {name: [[decoded(t.generation, verify=1.0) for t in texts]] for name in ("", "eagle3")}
-    found = summarize(system("eagle3"), Texts(texts), turns_of(timings), Costs({}, {}))
+    found = summarized(texts)
     assert found.overall.tau_interval == bootstrap_tau([(t.decoded.tokens, t.decoded.rounds) for t in texts])
     assert found.overall.tau_simulated_interval == (2.0, 2.0), "all answers are alike at K = 2"
     assert found.slices["a"].tau_interval is None, "9 prompts"
@@ -178,25 +181,21 @@ def test_a_result_holds_what_each_prompt_adds_to_tau() -> None:
     half = Tally(1, 3, 1.5, 2, np.zeros(2), np.zeros(2), np.array([1.0, 0.5, 0]), np.array([2.0, 1.0, 0]))
     texts = [text(answer(*words)) for words in (("p", "a", [2]), ("q", "b", [0, 0, 0]), ("p", "a", [1, 0]))]
     texts = [replace(t, simulated=[half, half]) for t in texts]
-    timings = {name: [[decoded(t.generation, verify=1.0) for t in texts]] for name in ("", "eagle3")}
-    found = summarize(system("eagle3"), Texts(texts), turns_of(timings), Costs({}, {}))
+    found = summarized(texts)
     assert found.prompts == {"p": PromptSums("a", 6, 3, 3.0), "q": PromptSums("b", 3, 3, 1.5)}
     assert (found.overall.tau, found.overall.tau_simulated) == (9 / 6, 9 / 4.5)
-    unsimulated = Texts([replace(t, simulated=[]) for t in texts])
-    found = summarize(replace(system("eagle3"), simulate=None), unsimulated, turns_of(timings), Costs({}, {}))
+    found = summarized([replace(t, simulated=[]) for t in texts], simulate=None)
     assert found.prompts["p"] == PromptSums("a", 6, 3, None)
 
 
 def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
     """Two answers of one prompt, 6 tokens in 1 round and 6 in 6: tau is 12/7, whereas the mean of both is 3.5."""
-    spec = replace(system("eagle3"), num_speculative_tokens=5, max_k=5)
 
     def measured(*answers: Generation) -> Measures:
         texts = [
             Text(one, tally_generation(one, 5), [tally_generation(one, k + 1) for k in range(5)]) for one in answers
         ]
-        timings = {name: [[decoded(one, verify=1.0)] for one in answers] for name in ("", "eagle3")}
-        return summarize(spec, Texts(texts), turns_of(timings), Costs({}, {})).overall
+        return summarized(texts, num_speculative_tokens=5, max_k=5).overall
 
     fast, slow = ([5], [0] * 6)
     both = measured(answer("p", "chat", fast, 5), answer("p", "chat", slow, 5))
@@ -339,7 +338,7 @@ def test_rounds_and_first_tokens_are_those_of_a_continuous_batch() -> None:
         generation.ttft_s = seconds
     both = Decoded(generations, {"ttft": 0.9, "draft": 0.2, "verify": 0.6, "commit": 0.0, "other": 0.0}, passes=8)
     timings = {"": [[both]], "eagle3": [[both]]}
-    found = summarize(system("eagle3"), Texts([text(g) for g in generations]), turns_of(timings), Costs({}, {}))
+    found = summarize(system("eagle3"), Texts([text(g) for g in generations]), turns_of(timings))
     assert found.overall.ttft_s == pytest.approx(0.2)
     assert found.overall.decode_tok_s == pytest.approx(16 / 0.8)
     assert found.overall.ms_per_round is not None
@@ -386,7 +385,7 @@ def test_first_divergence_is_found_with_its_gap(target: Target) -> None:
     other.output_ids[3] = (other.output_ids[3] + 1) % 150
     tally = Tally.empty(1)
     texts = [Text(one, tally, [tally]) for one in (alone, other)]
-    found = compare_texts(target, [alone, alone], texts, 1)["overall"]
+    found = compare_texts(target, [alone, alone], texts, 1, Sampling())["overall"]
     assert (found.checked, found.equal) == (2, 1)
     (divergence,) = found.first_divergences
     assert (divergence.position, divergence.expected, divergence.got) == (3, alone.output_ids[3], other.output_ids[3])

@@ -124,7 +124,7 @@ def test_typical_acceptance_is_lossy_and_takes_more() -> None:
 def test_losslessness_of_several_drafters_is_checked_by_name() -> None:
     target, head = trained()
     lineup = [head_system("medusa", head, 3, 4), head_system("medusa", head, 3, 4, tree=BUSH)]
-    found = check_lossless(target, lineup, requests(4))
+    found = check_lossless(target, lineup, requests(4), Sampling())
     assert list(found) == ["medusa", "medusa bush"]
     for scopes in found.values():
         assert set(scopes) == {"overall", "a", "b"}

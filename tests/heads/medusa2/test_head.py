@@ -242,7 +242,7 @@ def test_what_is_deployed_is_lossless_to_the_tuned_target_and_compared_with_the_
     plain = head_system("medusa", build_medusa(MedusaOptions(3), target, None).eval(), 3, 3)
     assert (system.name, system.info.tuned, system.info.lossy) == ("medusa2, tuned target", True, False)
     assert system.info.parameters == sum(p.numel() for p in head.parameters())
-    greedy = check_lossless(target, [system, plain], requests(6))
+    greedy = check_lossless(target, [system, plain], requests(6), Sampling())
     for name in greedy:
         one = greedy[name]["overall"]
         assert one.equal == one.checked == 6

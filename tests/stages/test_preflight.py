@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -183,36 +184,6 @@ def test_engines_that_will_not_draft_for_the_target_are_named(
         assert said is None or re.search(said, found)
 
 
-def test_layers_to_store_and_a_draft_vocabulary_that_cannot_be(workplace: Path, tmp_path: Path) -> None:
-    session = session_of(
-        workplace, tmp_path, "medusa", {}, "--features.source=store", "--features.layer_ids=[1,3,5,77]"
-    )
-    with pytest.raises(UserError, match=r"^features\.layer_ids .*77 is out of range"):
-        preflight(session, "train")
-    with pytest.raises(UserError, match="draft_vocab_size"):
-        preflight(session_of(workplace, tmp_path, "eagle3", {"draft_vocab_size": 1}), "train")
-    vocab = len(tiny_tokenizer())
-    preflight(session_of(workplace, tmp_path, "eagle3", {"draft_vocab_size": vocab}), "train")
-    assert not (tmp_path / "run").exists()
-
-
-def test_sampling_that_the_datas_own_answers_do_not_follow(
-    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words, said in ((("--answers.top_p=0.9",), True), ((), False)):
-        session = session_of(workplace, tmp_path, "eagle3", {}, "--answers.regenerate=false", *words)
-        preflight(session, "train")
-        told = capsys.readouterr().err
-        assert ("warning: answers.top_p is set, but answers.regenerate is false" in told) == said
-        assert ("set answers.regenerate to true, or leave the key out." in told) == said
-
-
-def test_a_seed_that_no_generator_takes(workplace: Path, tmp_path: Path) -> None:
-    for seed in (-1, 2**32):
-        with pytest.raises(UserError, match=f"seed is {seed}: it must be from 0 to 4294967295"):
-            session_of(workplace, tmp_path, "eagle3", {}, f"--seed={seed}")
-
-
 def test_a_model_to_start_from_counts_by_its_weights_and_not_by_its_place(workplace: Path, tmp_path: Path) -> None:
     def inputs(name: str) -> dict[str, Any]:
         words = ("--answers.regenerate=false", "--features.source=online")
@@ -276,16 +247,6 @@ def test_folders_that_are_none(workplace: Path, tmp_path: Path) -> None:
             preflight(session, "train")
 
 
-def test_prompts_without_room_for_an_answer(workplace: Path, tmp_path: Path) -> None:
-    """Reported before the training that they would be measured after."""
-    session = session_of(workplace, tmp_path, "eagle3", {}, "--evaluate.max_k=5000")
-    words = (
-        "tokens that the target's context leaves after a draft of 5000: give shorter prompts, or lower evaluate.max_k"
-    )
-    with pytest.raises(UserError, match=words):
-        preflight(session, "run")
-
-
 def test_prompts_that_are_left_out_are_said_once_and_stay_with_the_results(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -299,21 +260,6 @@ def test_prompts_that_are_left_out_are_said_once_and_stay_with_the_results(
     assert len(requests) == len(prompts) - 1
     assert session.warnings == [said]
     assert capsys.readouterr().err.count(said) == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            "--data.template={enable_thinking: false}",
-            "data.template names 'enable_thinking', which the chat template of",
-        ),
-        ("--target.device=gpu", "target.device is 'gpu': it is auto, cpu, cuda or cuda:N"),
-    ],
-)
-def test_what_the_target_does_not_know(words: str, said: str, workplace: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=said):
-        preflight(session_of(workplace, tmp_path, "eagle3", {}, words), "train")
 
 
 def test_a_slice_by_the_name_of_all_slices(workplace: Path, tmp_path: Path) -> None:
@@ -353,20 +299,6 @@ def test_bf16_on_a_processor_without_it_is_warned_of(
     assert [line.rsplit("or more: ")[-1] for line in found] == ([expected] if expected else [])
 
 
-def test_settings_of_a_store_are_warned_of_where_there_is_none(
-    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for source, size, said in (("online", 1, True), ("store", 1, False), ("online", 512, False)):
-        words = (f"--features.source={source}", f"--features.shard_mb={size}")
-        preflight(session_of(workplace, tmp_path, "eagle3", {}, *words), "train")
-        assert ("features.shard_mb is 1, but features.source is online" in capsys.readouterr().err) == said
-    words = ("--features.source=online", "--features.shard_mb=1", "--features.verify=false")
-    preflight(session_of(workplace, tmp_path, "eagle3", {}, *words), "train")
-    assert (
-        "features.shard_mb is 1 and features.verify is False, but features.source is online" in capsys.readouterr().err
-    )
-
-
 @pytest.mark.parametrize(("backend", "module"), [("trackio", "trackio"), ("mlflow", "sqlalchemy")])
 def test_a_dashboard_that_is_not_installed(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, module: str
@@ -376,15 +308,6 @@ def test_a_dashboard_that_is_not_installed(
     with pytest.raises(UserError, match=rf"names {backend}, but the package {module} is .*draftsmith\[trackers\]"):
         preflight(session, "train")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("optimizer", "warned"), [("adamw", True), ("muon", False)])
-def test_a_rate_of_the_other_optimizer_is_warned_of(
-    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], optimizer: str, warned: bool
-) -> None:
-    words = (f"--train.optimizer={optimizer}", "--train.muon_lr=0.5")
-    preflight(session_of(workplace, tmp_path, "medusa", {}, *words), "train")
-    assert ("train.muon_lr is 0.5, but train.optimizer is adamw" in capsys.readouterr().err) == warned
 
 
 @pytest.mark.parametrize(
@@ -420,3 +343,64 @@ def test_deepspeed_is_told_that_the_run_is_on_the_cpu(monkeypatch: pytest.Monkey
     monkeypatch.delenv("DS_ACCELERATOR")
     choose_device("cpu")
     assert os.environ["DS_ACCELERATOR"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("command", "method", "head", "words", "said"),
+    [
+        (
+            "run",
+            "eagle3",
+            {},
+            ["--evaluate.max_k=5000"],
+            "that the target's context leaves after a draft of 5000: give shorter prompts, or lower evaluate.max_k",
+        ),
+        (
+            "train",
+            "eagle3",
+            {},
+            ["--data.template={enable_thinking: false}"],
+            "data.template names 'enable_thinking', which",
+        ),
+        ("train", "eagle3", {}, ["--target.device=gpu"], "target.device is 'gpu': it is auto, cpu, cuda or cuda:N"),
+        ("train", "eagle3", {}, ["--seed=-1"], "seed is -1: it must be from 0 to 4294967295"),
+        ("train", "eagle3", {}, [f"--seed={2**32}"], f"seed is {2**32}: it must be from 0 to 4294967295"),
+        ("train", "eagle3", {"draft_vocab_size": 1}, [], "draft_vocab_size"),
+        ("train", "eagle3", {"draft_vocab_size": len(tiny_tokenizer())}, [], None),
+        ("train", "medusa", {}, ["--features.layer_ids=[1,3,5,77]"], r"^features\.layer_ids .*77 is out of range"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_any_work(
+    command: str, method: str, head: dict[str, Any], words: list[str], said: str | None, workplace: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=said) if said else nullcontext():
+        preflight(session_of(workplace, tmp_path, method, head, *words), command)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--answers.regenerate=false --answers.top_p=0.9",
+            "answers.top_p is set, but answers.regenerate is false: .*set answers.regenerate to true, or leave the key out.",
+        ),
+        ("--answers.regenerate=false", None),
+        ("--features.source=online --features.shard_mb=1", "features.shard_mb is 1, but features.source is online"),
+        (
+            "--features.source=online --features.shard_mb=1 --features.verify=false",
+            "features.shard_mb is 1 and features.verify is False, but features.source is online",
+        ),
+        ("--features.source=store --features.shard_mb=1", None),
+        ("--features.source=online --features.shard_mb=512", None),
+        ("--train.optimizer=adamw --train.muon_lr=0.5", "train.muon_lr is 0.5, but train.optimizer is adamw"),
+        ("--train.optimizer=muon --train.muon_lr=0.5", None),
+    ],
+)
+def test_settings_without_effect_are_warned_of(
+    words: str, said: str | None, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preflight(session_of(workplace, tmp_path, "eagle3", {}, *words.split()), "train")
+    warned = re.findall("warning: .*, but .*", capsys.readouterr().err)
+    assert len(warned) == (said is not None)
+    assert said is None or re.search(said, warned[0])

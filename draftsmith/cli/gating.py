@@ -12,11 +12,11 @@ from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.gate.compare import Comparison
 from draftsmith.eval.gate.gate import Threshold, check_names, check_results, parse_thresholds
-from draftsmith.eval.gate.junit import JUNIT_MARK, write_junit
+from draftsmith.eval.gate.junit import JUNIT_MARK, to_junit
 from draftsmith.eval.results.result import Result, read_result
 from draftsmith.stages.evaluation import conversations_of
 from draftsmith.stages.session import Session
-from draftsmith.storage import check_file
+from draftsmith.storage import check_file, write_text
 
 MISSED = 3
 """Exit code where a number is below its threshold, or worse than it was."""
@@ -33,7 +33,7 @@ class Gate:
         """Compare written results with the thresholds: print a line for each one missed, return the exit code."""
         checks = check_results({str(path): read_result(path) for path in paths}, self.thresholds)
         if self.junit is not None:
-            write_junit(self.junit, checks)
+            write_text(self.junit, to_junit(checks))
         missed = [check for check in checks if not check.passed]
         for check in missed:
             tell(check.message)

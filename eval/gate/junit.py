@@ -3,11 +3,9 @@
 import re
 from collections.abc import Sequence
 from itertools import groupby
-from pathlib import Path
 from xml.etree import ElementTree
 
 from draftsmith.eval.gate.gate import ThresholdCheck
-from draftsmith.storage import write_text
 
 # Outside the characters of XML 1.0 (its production 2), which cannot be escaped either.
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -34,11 +32,6 @@ def to_junit(checks: Sequence[ThresholdCheck]) -> str:
                 ElementTree.SubElement(case, "failure", {"type": "threshold", "message": message}).text = message
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
-
-
-def write_junit(path: Path, checks: Sequence[ThresholdCheck]) -> None:
-    """Write the checks to `path`, atomically."""
-    write_text(path, to_junit(checks))
 
 
 def _counts(name: str, checks: Sequence[ThresholdCheck]) -> dict[str, str]:

@@ -105,7 +105,15 @@ def headline(view: View) -> Section:
     if some([tau_of(m) for name in view.slices for _, m in view.measured(name)]):
         panels.append(_bars("Accepted length τ", view, tau_of, lambda _, m: interval_of(m), number))
     if some([m.speedup for name in view.slices for _, m in view.measured(name)]):
-        panels.append(_bars("Speedup", view, lambda m: m.speedup, lambda s, m: speedup_spread(view, s, m), times))
+        panels.append(
+            _bars(
+                "Speedup",
+                view,
+                lambda m: m.speedup,
+                lambda s, m: view.spread(s.result_index, m, m.speedup_spread),
+                times,
+            )
+        )
     caption = "Whiskers: 95% interval over prompts for τ, lowest to highest repeat for the speedup."
     return Section(
         "headline",
@@ -130,11 +138,6 @@ def interval_of(m: Measures) -> tuple[float, float] | None:
     """Return the interval of the tau that is shown, decoded or simulated."""
     interval = m.tau_interval if m.tau is not None else m.tau_simulated_interval
     return interval if m.prompts >= FEWEST_PROMPTS else None
-
-
-def speedup_spread(view: View, system: System, m: Measures) -> tuple[float, float] | None:
-    """Return the spread of a speedup, None where too little made it."""
-    return view.spread(system.result_index, m, m.speedup_spread)
 
 
 def _needed(m: Measures) -> int | None:
@@ -165,7 +168,7 @@ def _systems(view: View) -> Table:
     rows = []
     for system in view.systems:
         m = system.drafter.overall
-        speed = between(times(m.speedup), speedup_spread(view, system, m), times)
+        speed = between(times(m.speedup), view.spread(system.result_index, m, m.speedup_spread), times)
         rates = (significant(m.decode_tok_s), significant(m.baseline_tok_s))
         rows.append(Row((system.label, _tau_cell(m), speed, *rates, whole(m.prompts), whole(m.rounds))))
     columns = ("system", "τ", "speedup", "tok/s", "target alone tok/s", "prompts", "rounds")
@@ -182,7 +185,7 @@ def _headline_rows(view: View, result_index: int, name: str) -> list[Row]:
         ends = (milliseconds(base.ttft_baseline_s), times(base.baseline_vs_generate), whole(base.prompts), DASH)
         rows.append(Row((name, ALONE, "1.00", "1.00×", speed, *ends), strong))
     for system, m in pairs:
-        speedup = between(times(m.speedup), speedup_spread(view, system, m), times)
+        speedup = between(times(m.speedup), view.spread(system.result_index, m, m.speedup_spread), times)
         speed = between(significant(m.decode_tok_s), view.spread(result_index, m, m.decode_tok_s_spread), significant)
         ends = (milliseconds(m.ttft_s), times(m.speedup_vs_generate), whole(m.prompts), whole(m.rounds))
         rows.append(Row((name, system.name, _tau_cell(m), speedup, speed, *ends), strong))

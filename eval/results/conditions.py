@@ -17,13 +17,13 @@ Counted = Sequence[tuple[Generation, Tally]]
 """Answers with their own tallies, decoded or simulated."""
 
 WITHIN, PAST = "within", "past"
-"""The groups of `by_training`."""
+"""The groups by the length that a head was trained to."""
 THINKING, ANSWER = "thinking", "answer"
-"""The groups of `by_thinking`."""
+"""The groups of answers with thought."""
 _EDGES = (1, *(2**n for n in range(5, 32)))
 """The shortest contexts of the groups: powers of two from 32 on."""
 CONTEXTS = tuple(f"{low:,} to {high - 1:,}" for low, high in pairwise(_EDGES))
-"""The groups of `by_context`, in tokens."""
+"""The groups by context, in tokens."""
 
 _TEMPLATE_END = 32
 """Tokens at a prompt's end in which a chat template may open thought."""
@@ -71,35 +71,27 @@ class Thinking:
 def acceptance_by_condition(
     trained_length: int | None, thought_of: Callable[[Generation], int], decoded: Counted, simulated: Counted
 ) -> dict[str, Any]:
-    """Return the fields of `Measures` that split acceptance; trained_length: of the head, None where it is not known; thought_of: the
-    tokens of an answer that are thought."""
-    past = None if trained_length is None else by_training(trained_length, decoded, simulated)
-    thinks = any(thought_of(generation) for generation, _ in (*decoded, *simulated))
-    return {
-        "contexts": by_context(decoded, simulated),
-        "training_split": past,
-        "thinking": by_thinking(thought_of, decoded, simulated) if thinks else None,
-    }
+    """Return the fields of `Measures` that split acceptance: by the tokens that stood before the draft, by whether these are more
+    than the head learned from, and by whether the first drafted token is thought, with the mark that closes it.
 
+    trained_length: of the head, in tokens, None where it is not known. thought_of: the tokens of an answer that are thought.
+    """
 
-def by_context(decoded: Counted, simulated: Counted) -> tuple[Group, ...]:
-    """Group rounds by the tokens that stood before the draft: the prompt's, and the answer's up to the round's root."""
-    edges = np.array(_EDGES)
-    return split(CONTEXTS, lambda g: np.searchsorted(edges, contexts_of(g), "right") - 1, decoded, simulated)
+    def by(names: Sequence[str], group_of: Callable[[Generation], np.ndarray]) -> tuple[Group, ...]:
+        return split(names, group_of, decoded, simulated)
 
-
-def by_training(trained_length: int, decoded: Counted, simulated: Counted) -> tuple[Group, ...]:
-    """Group rounds by whether their context is longer than the longest text that the head learned from, in tokens."""
-    return split((WITHIN, PAST), lambda g: (contexts_of(g) > trained_length).astype(int), decoded, simulated)
-
-
-def by_thinking(thought_of: Callable[[Generation], int], decoded: Counted, simulated: Counted) -> tuple[Group, ...]:
-    """Group rounds by whether the first token that they draft is thought, the mark that closes it included."""
-
-    def group_of(generation: Generation) -> np.ndarray:
+    def in_answer(generation: Generation) -> np.ndarray:
         return (np.arange(1, len(generation.output_ids)) >= thought_of(generation)).astype(int)
 
-    return split((THINKING, ANSWER), group_of, decoded, simulated)
+    edges, length = np.array(_EDGES), trained_length
+    thinks = any(thought_of(generation) for generation, _ in (*decoded, *simulated))
+    return {
+        "contexts": by(CONTEXTS, lambda g: np.searchsorted(edges, contexts_of(g), "right") - 1),
+        "training_split": None
+        if length is None
+        else by((WITHIN, PAST), lambda g: (contexts_of(g) > length).astype(int)),
+        "thinking": by((THINKING, ANSWER), in_answer) if thinks else None,
+    }
 
 
 def contexts_of(generation: Generation) -> np.ndarray:
@@ -108,7 +100,7 @@ def contexts_of(generation: Generation) -> np.ndarray:
 
 
 def explain_past(trained_length: int, groups: Sequence[Group]) -> str:
-    """Say how acceptance changes past the longest text that a head learned from; groups: of `by_training`. Empty where nothing,
+    """Say how acceptance changes past the longest text that a head learned from; groups: WITHIN and PAST. Empty where nothing,
     or next to nothing, stands past it, and where tau does not fall there."""
     by_name = {group.name: group for group in groups}
     past, within = by_name.get(PAST), by_name.get(WITHIN, Group(WITHIN))

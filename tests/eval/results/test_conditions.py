@@ -3,6 +3,7 @@
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,6 @@ from draftsmith.eval.results.conditions import (
     Group,
     Thinking,
     acceptance_by_condition,
-    by_context,
-    by_training,
     explain_past,
 )
 from draftsmith.eval.simulate.acceptance import expected_tallies
@@ -44,6 +43,13 @@ def simulated(answers: list[Generation]) -> list[Tally]:
     return [tallies[K - 1] for tallies in simulate_prompt_lookup(answers, K).tallies]
 
 
+def split(
+    decoded: list[Any], simulated: list[Any], field: str = "contexts", trained: int | None = None
+) -> tuple[Group, ...]:
+    groups: tuple[Group, ...] = acceptance_by_condition(trained, lambda g: 0, decoded, simulated)[field]
+    return groups
+
+
 def by_hand(answers: list[Generation]) -> dict[str, list[int]]:
     """Rounds and tokens by context, counted one by one."""
     found: dict[str, list[int]] = defaultdict(lambda: [0, 0])
@@ -63,7 +69,7 @@ def test_groups_of_contexts_are_those_counted_round_by_round_and_add_up() -> Non
     answers = random_answers()
     decoded = [tally_generation(g, K) for g in answers]
     expected = simulated(answers)
-    groups = by_context(list(zip(answers, decoded, strict=True)), list(zip(answers, expected, strict=True)))
+    groups = split(list(zip(answers, decoded, strict=True)), list(zip(answers, expected, strict=True)))
     assert [g.name for g in groups] == ["1 to 31", "32 to 63", "64 to 127", "128 to 255"]
     counted = by_hand(answers)
     assert {g.name: g.rounds for g in groups} == {name: rounds for name, (rounds, _) in counted.items()}
@@ -112,13 +118,14 @@ def test_a_fall_past_the_trained_length_is_said_with_its_size(decode: bool) -> N
     bad.rounds = [Round(i, 2, 0) for i in range(4)]
     bad.output_ids += [1] * 4
     pairs = [(g, tally_generation(g, K)) for g in (good, bad)]
-    groups = by_training(400, pairs if decode else [], [] if decode else pairs)
+    sides = (pairs, []) if decode else ([], pairs)
+    groups = split(*sides, "training_split", 400)
     assert [g.name for g in groups] == ["within", "past"]
     said = explain_past(400, groups)
     assert "50% of its rounds past the 400 tokens" in said
     assert "falls by 67%, from 3.00 to 1.00" in said
-    assert explain_past(12, by_training(12, pairs[:1] if decode else [], [] if decode else pairs[:1])) == ""
-    assert explain_past(5000, by_training(5000, pairs, [])) == ""
+    assert explain_past(12, split(sides[0][:1], sides[1][:1], "training_split", 12)) == ""
+    assert explain_past(5000, split(pairs, [], "training_split", 5000)) == ""
 
 
 def test_nothing_is_said_of_a_few_rounds_and_what_stands_before_is_not_invented() -> None:

@@ -98,8 +98,7 @@ def find_flaws(plan: Plan, option: Option, checks: Sequence[Check], *, timed: bo
     for text in seen:
         yield Flaw(text, QUIET)
     costs = "measure the costs again on a quiet machine (remove costs.json and evaluate, or draftsmith costs)"
-    cells = [cell for result in plan.results if (cell := plan.cell(result)) is not None]
-    for one in (o for cell in cells for o in cell.options if same_draft(o, option)):
+    for one in (o for cell in plan.headline for o in cell.options if same_draft(o, option)):
         if one.speedup > (1 + ROUNDING) * one.tau:
             name = f"{one.drafter} with K = {one.num_speculative_tokens}"
             yield Flaw(

@@ -10,7 +10,6 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, check_drafts, check_fits
-from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.planner.checks import Check, make_checks
 from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_evaluation
 from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_rules
@@ -123,7 +122,7 @@ def make_decision(
 
 def _fastest_chain(plan: Plan) -> Option | None:
     """Return the fastest chain of the run's own head, None where none pays. Such a chain has the name of the method."""
-    own = next(iter(plan.results[0].drafters.values())).draft
+    own = plan.results[0].drafters[plan.own].draft
     chains = (o for o in plan.over_temperatures(plan.batch) if own is not None and o.drafter == own.method)
     return next((o for o in chains if plan.tree(o) is None and max(plan.gains(o)[0]) >= PAYS), None)
 
@@ -169,8 +168,7 @@ def decision_json(decision: Decision) -> dict[str, Any]:
         "places": [_place(decision, cell) for cell in plan.cells()],
         "draft_lengths": [
             {"temperature": cell.temperature, **_option(decision, cell, option)}
-            for result in plan.results
-            if (cell := plan.cell(result, OVERALL)) is not None
+            for cell in plan.headline
             for option in cell.options
         ],
         "checks": [{**asdict(check), "holds": check.holds} for check in decision.checks],

@@ -108,6 +108,16 @@ class Plan:
             return None
         return Cell(result.settings.temperature, slice_name, rows, length, point.alone_ms, options)
 
+    @property
+    def own(self) -> str:
+        """The name of the run's own head, which is the first drafter."""
+        return next(iter(self.results[0].drafters))
+
+    @property
+    def headline(self) -> list[Cell]:
+        """The headline's place at every temperature, over all slices."""
+        return [cell for result in self.results if (cell := self.cell(result)) is not None]
+
     def cells(self) -> Iterator[Cell]:
         """Yield every place: temperature, slice, batch, context."""
         for result in self.results:

@@ -69,9 +69,9 @@ def decide(
         # Far from the threshold a busy machine decides nothing.
         flaws.append(Flaw("the clock cannot be trusted, and the speedup is near to what pays", QUIET))
     # A head that learned next to nothing pays by no clock; but few prompts may be unlike those that it learned from.
-    taus = [o.tau for r in plan.results if (cell := plan.cell(r)) for o in cell.options]
-    own = best.drafter == next(iter(plan.results[0].drafters))  # the run's own head, of which history speaks
-    taught = own and heldout is not None and heldout >= UNTAUGHT
+    taus = [o.tau for cell in plan.headline for o in cell.options]
+    # History speaks of the run's own head.
+    taught = best.drafter == plan.own and heldout is not None and heldout >= UNTAUGHT
     if flaws and (taught or max(taus) >= UNTAUGHT or max(gains) >= PAYS):
         by_remedy = {flaw.remedy: [f.what for f in flaws if f.remedy == flaw.remedy] for flaw in flaws}
         causes = "; ".join(f"{', '.join(causes_of)} ({remedy})" for remedy, causes_of in by_remedy.items())
@@ -148,9 +148,8 @@ def _keep_off(
     if tau < UNTAUGHT and not taught:
         text = f"Do not deploy {best.drafter}: it has learned next to nothing (tau {tau:.2f})."
         return Verdict(Action.MORE_DATA, text, tuple(reasons), best)
-    # A forecast is of the run's own head, which is the first drafter; no draft of K tokens has a tau above K + 1.
-    own = best.drafter == next(iter(plan.results[0].drafters))
-    if own and rising is not None and min(tau + rising, k + 1) >= needed:
+    # A forecast is of the run's own head; no draft of K tokens has a tau above K + 1.
+    if best.drafter == plan.own and rising is not None and min(tau + rising, k + 1) >= needed:
         text = (
             f"Train on more data before you deploy: tau is still rising, and {gain:.2f}x at {where} does not pay yet."
         )

@@ -143,7 +143,7 @@ def section(view: View) -> Section:
 def _by_length(decision: Decision) -> Table:
     """Every draft at the headline's place."""
     plan, rows = decision.plan, []
-    cells = [cell for result in plan.results if (cell := plan.cell(result)) is not None]
+    cells = plan.headline
     for option in sorted(plan.over_temperatures(plan.batch), key=lambda o: (o.drafter, o.num_speculative_tokens)):
         speeds = [times(gain) for gain in plan.speedups(option, plan.batch)]
         cost = option.cost

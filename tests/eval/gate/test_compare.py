@@ -233,12 +233,8 @@ def test_speeds_of_another_machine_or_batch_are_left_out_with_a_sentence(change:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"temperature": 1.0}, "temperature 0 and 1"),
         ({"top_k": 50}, "top-k off and 50"),
-        ({"top_p": 0.9}, "top-p off and 0.9"),
-        ({"min_p": 0.1}, "min-p off and 0.1"),
         ({"repetition_penalty": 1.1}, "repetition penalty off and 1.1"),
-        ({"dtype": "float32"}, "dtype bfloat16 and float32"),
         ({"temperature": 0.5, "dtype": "float16"}, "temperature 0 and 0.5, dtype bfloat16 and float16"),
         ({"prompts": "others"}, "on other prompts: evaluate both with the same evaluate.prompts"),
     ],

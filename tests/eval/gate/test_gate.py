@@ -135,19 +135,15 @@ def test_malformed_thresholds_are_refused_in_one_sentence(text: str, said: str) 
     ("text", "said"),
     [
         ("cod.tau=2", "no slice cod for eagle3 in a; there are overall, chat, code.v2"),
+        ("eagle3:code.v2.tau=2", r"no slice code\.v2 for eagle3 in c"),
         ("eagle:tau=2", "no drafter eagle; there are eagle3, medusa medusa_63"),
         ("tau@T0.5=2", "no temperature 0.5; there are 0, 1"),
     ],
 )
 def test_names_that_are_not_there_are_refused(text: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        run(text)
-
-
-def test_a_slice_that_one_result_lacks_is_refused() -> None:
     bare = replace(RESULTS["b"], drafters={"eagle3": DrafterResult(measures(2.0), {"chat": measures(2.0)})})
-    with pytest.raises(UserError, match=r"no slice code\.v2 for eagle3 in b"):
-        run("eagle3:code.v2.tau=2", results={"a": RESULTS["a"], "b": bare})
+    with pytest.raises(UserError, match=said):
+        run(text, results={**RESULTS, "c": bare})
 
 
 @pytest.mark.parametrize("metric", ["tau", "tau.low", "speedup", "speedup.low", "decode_tok_s.low"])

@@ -87,6 +87,9 @@ def test_rules_come_back_from_their_file(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"rag": 0', '"rag": -1'))
     with pytest.raises(UserError, match="negative number of drafted tokens"):
         read_rules(path)
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 1'))
+    with pytest.raises(UserError, match="'schema_version' is 1 but this draftsmith reads 2 alone; evaluate again"):
+        read_rules(path)
     path.write_text("[]")
     with pytest.raises(UserError, match=r"routing\.json"):
         read_rules(path)

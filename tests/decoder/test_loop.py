@@ -65,7 +65,7 @@ class Branching:
 MORE_KINDS = ("deepseek", "gemma3n", "gpt_oss")
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("branching", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", [*KINDS, *MORE_KINDS])
 def test_cache_equals_a_fresh_prefill_after_every_round(kind: str, branching: bool, rows: int) -> None:

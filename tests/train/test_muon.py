@@ -113,6 +113,7 @@ def _train_together(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.full
 def test_processes_share_the_work_and_get_what_one_would(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

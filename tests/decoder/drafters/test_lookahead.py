@@ -103,7 +103,15 @@ class Spy(KnowsTexts, Lookahead):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=8)], ids=str)
-@pytest.mark.parametrize(("W", "N", "G"), [(4, 3, 3), (5, 4, 2), (1, 3, 2), (6, 2, 4)])
+@pytest.mark.parametrize(
+    ("W", "N", "G"),
+    [
+        (4, 3, 3),
+        pytest.param(5, 4, 2, marks=pytest.mark.slow),
+        (1, 3, 2),
+        pytest.param(6, 2, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_every_draft_and_window_is_that_of_the_rule(target: Target, sampling: Sampling, W: int, N: int, G: int) -> None:
     spy = Spy(W, N, G)
     spy.target = target

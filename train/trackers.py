@@ -28,18 +28,11 @@ Cell = str | int | float | None
 TOKENS = "train/tokens"
 """The x-axis of training figures where a dashboard lets it be chosen."""
 
-_MODULES: dict[Backend, tuple[str, ...]] = {
-    "wandb": ("wandb",),
-    "tensorboard": ("tensorboard",),
-    "trackio": ("trackio",),
-    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
-}
-
 
 def check_installed(spec: TrackingSpec) -> None:
     """Raise UserError where a chosen dashboard's package is not installed."""
     for backend in spec.active:
-        if missing := [name for name in _MODULES[backend] if find_spec(name) is None]:
+        if missing := [name for name in DASHBOARDS[backend].modules if find_spec(name) is None]:
             raise UserError(
                 f"tracking.backends names {backend}, but the package {missing[0]} is not installed: pip install "
                 f'"draftsmith[trackers]", or leave {backend} out.'
@@ -83,11 +76,12 @@ class RunInfo:
 class Dashboard:
     """What the dashboards have in common; `start`, `log` and the others are those of accelerate's trackers.
 
-    title: its name in sentences. remedy: what to do where it does not start. empty: after `start`, whether it holds no figures of
+    title: its name in sentences. modules: what it needs installed. remedy: what to do where it does not start. empty: after `start`, whether it holds no figures of
     this run yet, and is to be given those so far.
     """
 
     title: str
+    modules: tuple[str, ...]
     remedy: str
     empty: bool
     log: Any
@@ -114,6 +108,7 @@ class WandB(WandBTracker, Dashboard):
     """Weights & Biases, online or into train/wandb. Tokens are the x-axis, and held-out tau counts by its maximum."""
 
     title = "Weights & Biases"
+    modules = ("wandb",)
     remedy = "run `wandb login`, or set tracking.wandb to offline or disabled"
 
     def __init__(self, info: RunInfo) -> None:
@@ -166,11 +161,8 @@ class WandB(WandBTracker, Dashboard):
     def files(self, name: str, files: Mapping[str, Path]) -> None:
         import wandb
 
-        artifact = wandb.Artifact(_plain(f"{self.info.name}-{name}"), type=name)
-        for inside, path in files.items():
-            # Read where it lies, now or by `wandb sync`: an export has gigabytes.
-            artifact.add_file(str(path), name=inside, policy="immutable", skip_cache=True)
-        self.run.log_artifact(artifact)
+        # Read where they lie, now or by `wandb sync`: an export has gigabytes.
+        _log_artifact(self, wandb.Artifact, name, files, policy="immutable", skip_cache=True)
 
     def end(self, code: int) -> None:
         self.run.finish(exit_code=code)
@@ -181,6 +173,7 @@ class TensorBoard(TensorBoardTracker, Dashboard):
 
     main_process_only = False  # nobody else has one
     title = "TensorBoard"
+    modules = ("tensorboard",)
     remedy = "leave tensorboard out of tracking.backends"
 
     def __init__(self, info: RunInfo) -> None:
@@ -210,6 +203,7 @@ class Trackio(TrackioTracker, Dashboard):
     """
 
     title = "Trackio"
+    modules = ("trackio",)
     remedy = "correct Trackio's environment variables, or leave trackio out of tracking.backends"
 
     def __init__(self, info: RunInfo) -> None:
@@ -234,10 +228,7 @@ class Trackio(TrackioTracker, Dashboard):
     def files(self, name: str, files: Mapping[str, Path]) -> None:
         import trackio
 
-        artifact = trackio.Artifact(_plain(f"{self.info.name}-{name}"), type=name)
-        for inside, path in files.items():
-            artifact.add_file(path, name=inside)
-        self.run.log_artifact(artifact)
+        _log_artifact(self, trackio.Artifact, name, files)
 
     def end(self, code: int) -> None:
         import trackio
@@ -251,6 +242,7 @@ class MLflow(MLflowTracker, Dashboard):
 
     main_process_only = False  # nobody else has one
     title = "MLflow"
+    modules = ("mlflow", "sqlalchemy", "alembic")
     remedy = "correct MLFLOW_TRACKING_URI, or leave mlflow out of tracking.backends"
 
     def __init__(self, info: RunInfo) -> None:
@@ -298,6 +290,14 @@ class MLflow(MLflowTracker, Dashboard):
         import mlflow
 
         mlflow.end_run("FINISHED" if code == 0 else "KILLED" if code > 128 else "FAILED")
+
+
+def _log_artifact(board: Any, kind: type[Any], name: str, files: Mapping[str, Path], **how: Any) -> None:
+    """Log files as one artifact of W&B or Trackio, whose calls are the same."""
+    artifact = kind(_plain(f"{board.info.name}-{name}"), type=name)
+    for inside, path in files.items():
+        artifact.add_file(str(path), name=inside, **how)
+    board.run.log_artifact(artifact)
 
 
 def _plain(name: str, also: str = "") -> str:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import struct
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -71,10 +72,20 @@ def play(run: Path, spec: TrackingSpec) -> Recipe:
 
 
 def read_wandb(run: Path) -> Found:
-    """Read the one offline run that `wandb sync` would see: LevelDB's log of protobufs, behind a header of 7 bytes."""
+    """Read the one offline run that `wandb sync` would see, as soon as W&B's own process has written all of it."""
+    (path,) = run.glob("train/wandb/offline-run-*/*.wandb")
+    for _ in range(300):
+        found = read_wandb_file(path)
+        if "exit" in found.about:
+            return found
+        time.sleep(0.1)
+    pytest.fail("W&B's process has not written the end of the run")
+
+
+def read_wandb_file(path: Path) -> Found:
+    """Read LevelDB's log of protobufs, behind a header of 7 bytes."""
     from wandb.proto import wandb_internal_pb2 as protobuf
 
-    (path,) = run.glob("train/wandb/offline-run-*/*.wandb")
     found, data, at, part = Found(), path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         left = 2**15 - at % 2**15
@@ -112,6 +123,8 @@ def add_record(found: Found, message: Any, folder: Path) -> None:
     elif kind == "metric":
         name = message.metric.name or message.metric.glob_name
         found.about.add(f"{name} {message.metric.step_metric} {'max' if message.metric.summary.max else ''}".strip())
+    elif kind == "exit":
+        found.about.add(kind)
     elif kind == "artifact":
         found.files |= {f"{message.artifact.type}/{entry.path}" for entry in message.artifact.manifest.contents}
 

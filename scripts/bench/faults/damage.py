@@ -5,14 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def _cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def _empty(path: Path) -> None:
-    os.truncate(path, 0)
-
-
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     if data:
@@ -20,20 +12,16 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def _zeros(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
 def _folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-WAYS: dict[str, Callable[[Path], None]] = {
-    "cut": _cut,
-    "emptied": _empty,
+WAYS: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
     "a byte flipped": _flip,
-    "zeros": _zeros,
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
     "removed": Path.unlink,
     "a folder": _folder,
 }

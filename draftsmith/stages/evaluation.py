@@ -33,11 +33,9 @@ from draftsmith.stages.drafters import (
 from draftsmith.stages.evaluator import Evaluation, decode_drafters, simulate_drafters
 from draftsmith.stages.planning import (
     COSTS,
-    Grid,
     contexts_of,
     costs_of_run,
     has_costs,
-    make_grid,
     measure_and_keep,
     plan_stage,
     target_info,
@@ -110,7 +108,7 @@ def _measure(
     session: Session, prompts: Prompts, drafters: list[SystemUnderTest], paths: Sequence[Path], *, decode: bool
 ) -> None:
     """Decode or simulate at the temperatures whose results are not there, and write them. drafters: for the session's own target."""
-    recipe, spec = session.recipe, session.recipe.evaluate
+    spec = session.recipe.evaluate
     missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not _is_there(session, path)]
     dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
     # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
@@ -121,12 +119,9 @@ def _measure(
     if target is not session.target:
         drafters = drafters_of(session, target, prompts)
     alone = session.original_of(target)
-    table = None
+    evaluation, table = _evaluation(session, alone, prompts, drafters), None
     if decode and spec.plan_batches:
-        grid = _grid(session, alone, prompts, drafters)
-        table = costs_of_run(grid, paths[0].parent.parent / COSTS, session.run, session.warn)
-    info, read = target_info(alone, session.name_of(alone)), (session.tokenizer, session.warnings)
-    evaluation = Evaluation(recipe, alone, info, prompts, drafters, *read)
+        table = costs_of_run(evaluation, paths[0].parent.parent / COSTS, session.run, session.warn)
     for temperature, path in zip(spec.temperatures, paths, strict=True):
         if temperature in missing:
             journal, sampling = _journal(path), spec.sampling(temperature)
@@ -143,7 +138,7 @@ def _complete_costs(session: Session, prompts: Prompts, drafters: list[SystemUnd
     """Measure what a finished evaluation lacks of the costs that the recipe plans with now. drafters: for the session's own target;
     result: one that the costs must fit."""
     costs = result.parent.parent / COSTS
-    if has_costs(_grid(session, session.target, prompts, drafters), costs, session.run, session.warn):
+    if has_costs(_evaluation(session, session.target, prompts, drafters), costs, session.run, session.warn):
         return
     target = session.target_in(session.recipe.evaluate.dtype)
     alone = session.original_of(target)
@@ -155,11 +150,12 @@ def _complete_costs(session: Session, prompts: Prompts, drafters: list[SystemUnd
         return
     own = drafters if target is session.target else drafters_of(session, target, prompts)
     with session.run.writing():
-        costs_of_run(_grid(session, alone, prompts, own), costs, session.run, session.warn)
+        costs_of_run(_evaluation(session, alone, prompts, own), costs, session.run, session.warn)
 
 
-def _grid(session: Session, target: Target, prompts: Prompts, drafters: list[SystemUnderTest]) -> Grid:
-    return make_grid(session.recipe.evaluate, target, target_info(target, session.name_of(target)), prompts, drafters)
+def _evaluation(session: Session, target: Target, prompts: Prompts, drafters: list[SystemUnderTest]) -> Evaluation:
+    info, read = target_info(target, session.name_of(target)), (session.tokenizer, session.warnings)
+    return Evaluation(session.recipe, target, info, prompts, drafters, *read)
 
 
 def _journal(result: Path) -> Journal:
@@ -193,7 +189,7 @@ def costs_table(session: Session, path: Path) -> Path:
     target = session.target_in(session.recipe.evaluate.dtype)
     prompts = prompts_of(session, target)
     drafters = drafters_of(session, target, prompts)
-    measure_and_keep(_grid(session, session.original_of(target), prompts, drafters), path)
+    measure_and_keep(_evaluation(session, session.original_of(target), prompts, drafters), path)
     return path
 
 

@@ -24,6 +24,7 @@ from draftsmith.progress import say
 from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.recipe.schema import ExportSpec
 from draftsmith.stages.drafters import at_temperature
+from draftsmith.stages.evaluator import Evaluation
 from draftsmith.stages.prompts import Prompts
 from draftsmith.stages.run import RunDirectory
 from draftsmith.target.target import Target
@@ -49,52 +50,48 @@ def contexts_of(
 
 
 @dataclass(frozen=True)
-class Grid:
-    """What a table of costs is to hold. info: of the target. text_ids: what contexts are made of. places: (batch, context)."""
+class _Grid:
+    """What a table of costs is to hold, at the recipe's first temperature. places: (batch, context)."""
 
-    target: Target
-    info: TargetInfo
     systems: list[SystemUnderTest]
-    text_ids: Sequence[int]
     sampling: Sampling
     places: set[tuple[int, int]]
 
 
-def make_grid(
-    spec: EvaluateSpec, target: Target, info: TargetInfo, prompts: Prompts, drafters: Sequence[SystemUnderTest]
-) -> Grid:
-    """Return the batches and contexts to plan for, at the recipe's first temperature."""
+def _grid(evaluation: Evaluation) -> _Grid:
+    spec, prompts = evaluation.recipe.evaluate, evaluation.prompts
     sampling = spec.sampling(spec.temperatures[0])
-    systems = [c for c in at_temperature(list(drafters), sampling) if c.fixed_length]
+    systems = [c for c in at_temperature(evaluation.drafters, sampling) if c.fixed_length]
     deepest = max([spec.max_k, *(c.nodes(c.max_k) for c in systems)])
-    contexts = contexts_of(spec, prompts, target.context_length, deepest)
-    places = set(product({*spec.plan_batches, spec.batch}, contexts))
-    return Grid(target, info, systems, prompts.median.prompt_ids, sampling, places)
+    contexts = contexts_of(spec, prompts, evaluation.target.context_length, deepest)
+    return _Grid(systems, sampling, set(product({*spec.plan_batches, spec.batch}, contexts)))
 
 
-def has_costs(grid: Grid, path: Path, run: RunDirectory, warn: Callable[[str], None]) -> bool:
+def has_costs(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Callable[[str], None]) -> bool:
     """Return whether the table of a finished evaluation, of whatever machine, holds all that the recipe plans for; what it holds
     besides is taken out then."""
-    table = _read_kept(path, warn)
-    if table is None or table.lacks(grid.places):
+    places, table = _grid(evaluation).places, _read_kept(path, warn)
+    if table is None or table.lacks(places):
         return False
-    _trim(table, grid.places, path, run)
+    _trim(table, places, path, run)
     return True
 
 
-def costs_of_run(grid: Grid, path: Path, run: RunDirectory, warn: Callable[[str], None]) -> CostTable:
+def costs_of_run(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Callable[[str], None]) -> CostTable:
     """Return the costs that an evaluation plans with, in `path` too: what an earlier one left there is measured again where it is of
     another machine, or of other packages, and what it lacks is added."""
-    table, target = _read_kept(path, warn), grid.target
+    table, target, grid = _read_kept(path, warn), evaluation.target, _grid(evaluation)
     if table is None:
-        return measure_and_keep(grid, path)
+        return measure_and_keep(evaluation, path)
     machine, names = environment(), [c.name for c in grid.systems]
     asked = (target.fingerprint, target.dtype_name, machine["hardware"], machine["versions"], names)
     others = [c.name for c in grid.systems if c.name in table.drafts and c.info.unlike(table.drafts[c.name])]
     if others or asked != (table.target.fingerprint, table.dtype, table.hardware, table.versions, table.drafters):
         say(f"costs: {path} is of another machine, of other packages or of other drafters, and is measured again")
-        return measure_and_keep(grid, path)
-    return measure_and_keep(grid, path, table) if table.lacks(grid.places) else _trim(table, grid.places, path, run)
+        return measure_and_keep(evaluation, path)
+    if table.lacks(grid.places):
+        return measure_and_keep(evaluation, path, table)
+    return _trim(table, grid.places, path, run)
 
 
 def _read_kept(path: Path, warn: Callable[[str], None]) -> CostTable | None:
@@ -120,16 +117,17 @@ def _not_empty(table: CostTable) -> CostTable:
     return table
 
 
-def measure_and_keep(grid: Grid, path: Path, kept: CostTable | None = None) -> CostTable:
-    """Time target passes and drafts at every place of a grid; write them to `path`, and say how near the target alone is to what the
+def measure_and_keep(evaluation: Evaluation, path: Path, kept: CostTable | None = None) -> CostTable:
+    """Time target passes and drafts at the batches and contexts to plan for; write them to `path`, and say how near the target alone is to what the
     machine could do.
 
     kept: what is not timed again. Raises UserError where no batch and context fits in memory."""
+    grid = _grid(evaluation)
     table = measure_table(
-        grid.target,
-        grid.info,
+        evaluation.target,
+        evaluation.info,
         grid.systems,
-        grid.text_ids,
+        evaluation.prompts.median.prompt_ids,
         grid.sampling,
         places=grid.places,
         command=shlex.join(["draftsmith", *sys.argv[1:]]),

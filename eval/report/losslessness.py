@@ -25,17 +25,26 @@ def evidence(view: View) -> str:
         checks = [one for one in (m.lossless_timed, m.lossless) if one is not None and one.checked]
         # Greedy answers are checked once for all temperatures.
         if checks and not any(system.name in checked_of for checked_of in kinds.values()):
-            whose = "the target's own" if m.agreement is None else "those of the tuned target alone"
-            kinds[checks[0].dtype, whose][system.name] = checks[0]
+            kinds[checks[0].dtype, whose_texts(m)][system.name] = checks[0]
     sentences = []
     for (dtype, whose), checked_of in kinds.items():
         checked, equal = (sum(getattr(one, key) for one in checked_of.values()) for key in ("checked", "equal"))
-        where = f"{dtype}, as measured" if dtype == measured else f"{dtype} (not in {measured}, as measured)"
-        many = f"All {checked:,}" if equal == checked else f"{equal:,} of {checked:,}"
-        text = f"{many} greedy answers checked in {where}, equal {whose}, token for token"
+        where = f"{dtype}, as measured," if dtype == measured else f"{dtype} (not in {measured}, as measured),"
+        text = f"{count_equal(checked, equal, where, whose)}, token for token"
         gaps = [d.logit_gap for one in checked_of.values() for d in one.first_divergences if d.logit_gap is not None]
         sentences.append(f"{text}." if not gaps else f"{text}; {_widest(dtype, gaps)}")
     return " ".join(sentences)
+
+
+def count_equal(checked: int, equal: int, where: str, whose: str) -> str:
+    """Say how many of the checked texts are the same."""
+    many = f"All {checked:,}" if equal == checked else f"{equal:,} of {checked:,}"
+    return f"{many} greedy answers checked in {where} equal {whose}"
+
+
+def whose_texts(m: Measures) -> str:
+    """Say which texts a drafter's must equal."""
+    return "the target's own" if m.agreement is None else "those of the tuned target alone"
 
 
 def _widest(dtype: str, gaps: Sequence[float]) -> str:

@@ -151,7 +151,13 @@ def _render(template: str, results: Sequence[Result], decision: Decision | None,
         # Nothing but this very script may run, and nothing may be loaded, whatever else gets into the page.
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
-    environment.filters |= {"cell": markdown_cell, "fenced": fenced, "cut": cut, "plain": plain, "told": told}
+    environment.filters |= {
+        "cell": markdown_cell,
+        "fenced": fenced,
+        "cut": cut,
+        "plain": plain,
+        "describe_round": describe_round,
+    }
     return environment.get_template(template).render(**context)
 
 
@@ -187,7 +193,7 @@ def _visible(value: Any) -> Any:
     return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def told(round_: Sequence[Piece]) -> str:
+def describe_round(round_: Sequence[Piece]) -> str:
     """Return what one target pass wrote, in words: the drafted tokens that were accepted, then the target's own."""
     accepted = [piece.text for piece in round_ if piece.position is not None]
     own = [piece.text for piece in round_ if piece.position is None]

@@ -5,6 +5,7 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 
 from collections.abc import Callable
 
+from draftsmith.eval.report.losslessness import count_equal, whose_texts
 from draftsmith.eval.report.page_model import (
     DASH,
     OVERALL,
@@ -80,11 +81,9 @@ def _change(m: Measures) -> str:
 def _equality(m: Measures) -> str:
     if m.lossless is None or not m.lossless.checked:
         return ""
-    whose = "the target's own" if m.agreement is None else "those of the tuned target alone"
-    checked, equal, dtype = m.lossless.checked, m.lossless.equal, m.lossless.dtype
-    if equal == checked:
-        return f" All {checked:,} greedy answers checked in {dtype} equal {whose}, token for token."
-    return f" {equal:,} of {checked:,} greedy answers checked in {dtype} equal {whose}; the others are listed below."
+    checked, equal = m.lossless.checked, m.lossless.equal
+    ending = ", token for token" if equal == checked else "; the others are listed below"
+    return f" {count_equal(checked, equal, m.lossless.dtype, whose_texts(m))}{ending}."
 
 
 def _loops(system: System) -> str:

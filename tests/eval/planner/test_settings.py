@@ -42,27 +42,21 @@ def planned(section: dict[str, Any], export: Export | None = None) -> Decision:
 
 
 @pytest.mark.parametrize(
-    ("target", "engines"),
+    ("target", "method", "engines"),
     [
-        ("models/my-model", {"vllm", "sglang", "tensorrt_llm", "llama_cpp", "transformers"}),
-        ("models/my.Q4_1.gguf", {"llama_cpp", "transformers"}),
+        ("models/my-model", "draft_model", {"vllm", "sglang", "tensorrt_llm", "llama_cpp", "transformers"}),
+        ("models/my.Q4_1.gguf", "draft_model", {"llama_cpp", "transformers"}),
+        ("models/m", "eagle3", {"vllm", "sglang", "tensorrt_llm"}),
+        ("m.gguf", "eagle3", {"llama_cpp"}),
+        ("models/m", "medusa", {"medusa_original", "tensorrt_llm"}),
+        ("m.gguf", "medusa", set()),
     ],
 )
-def test_only_engines_that_take_the_target_are_started(target: str, engines: set[str]) -> None:
-    found = engine_settings(decision(target))
+def test_only_engines_that_take_the_target_are_started(target: str, method: str, engines: set[str]) -> None:
+    found = engine_settings(decision(target, method))
     assert found.keys() == engines
     name = target.rsplit("/", 1)[-1]
     assert all(any(name in snippet.text for snippet in snippets) for snippets in found.values())
-
-
-@pytest.mark.parametrize(
-    ("target", "engines"), [("models/m", {"vllm", "sglang", "tensorrt_llm"}), ("m.gguf", {"llama_cpp"})]
-)
-def test_a_head_for_a_gguf_file_is_started_in_llama_cpp(target: str, engines: set[str]) -> None:
-    assert engine_settings(decision(target, method="eagle3")).keys() == engines
-    assert engine_settings(decision(target, method="medusa")).keys() == (
-        set() if target == "m.gguf" else {"medusa_original", "tensorrt_llm"}
-    )
 
 
 @pytest.mark.parametrize("name", layouts())

@@ -210,12 +210,6 @@ def test_what_is_well_measured_is_decided() -> None:
     )
 
 
-def test_a_head_that_learned_nothing_is_said_whatever_the_clock() -> None:
-    found = decided(timed_at(0.7, 0.02, repeats=1, prompts=3))
-    assert found.action == Action.MORE_DATA
-    assert any(reason.startswith("3 prompts are too few: ") for reason in found.reasons)
-
-
 @pytest.mark.parametrize(
     ("prompts", "heldout", "action", "words"),
     [
@@ -228,6 +222,9 @@ def test_a_head_that_learned_nothing_is_said_whatever_the_clock() -> None:
 def test_a_head_that_learned_its_own_answers_has_not_learned_nothing(
     prompts: int, heldout: float, action: Action, words: str
 ) -> None:
-    found = decided(timed_at(0.7, 0.02, prompts=prompts), heldout=heldout)
+    """Few prompts may be unlike its own answers; where it learned nothing there, that is said whatever the clock."""
+    found = decided(timed_at(0.7, 0.02, repeats=1 if prompts < 10 else 3, prompts=prompts), heldout=heldout)
     assert found.action == action
     assert words in found.headline
+    few = any(reason.startswith("3 prompts are too few: ") for reason in found.reasons)
+    assert few is (prompts < 10 and action == Action.MORE_DATA)

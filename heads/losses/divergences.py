@@ -6,7 +6,7 @@ one about acceptance takes p, since p' would promise more acceptance than there 
 their inputs, finite with their gradients where p or q is 0: where a logarithm of p' is taken, p' is at least TINY (`_log_p`).
 
 To add a loss, write its function with its entry in LOSSES, and its definition in tests/heads/losses/oracles.py; then
-`python -m tests.heads.losses.test_divergences` writes the docs' table. A number of its own is a field of `LossSpec`, too.
+`python -m scripts.bench.pages.losses` writes the docs' table. A number of its own is a field of `LossSpec`, too.
 """
 
 from collections.abc import Callable

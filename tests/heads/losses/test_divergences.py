@@ -4,9 +4,7 @@ table of losses: what its entries say is true, and the docs and `--help` show it
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from draftsmith.recipe.parse import recipe_parser
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.target import Target
 from draftsmith.train.optimizers import build_optimizers
+from scripts.bench.pages import losses
 from tests.batches import documents_of, pack
 from tests.gpu.support import OPTIONS
 from tests.heads.losses.oracles import ORACLES, Row
@@ -30,7 +29,6 @@ from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "train-a-head.md"
 SPECS = [LossSpec(kind=kind) for kind in LOSSES]
 SPECS += [
     LossSpec(kind="jsd", beta=0.1),
@@ -213,22 +211,9 @@ def test_a_loss_keeps_no_distribution_of_its_own_for_the_backward_pass():
         assert (saved(plain) > 0) == loss.recomputed, name
 
 
-def with_table(page: str) -> str:
-    """Return docs/train-a-head.md with the table of losses as it should be."""
-    lines = ["| kind | formula | what it does | its numbers |", "|---|---|---|---|"]
-    defaults = {field.name: field.default for field in fields(LossSpec)}
-    for loss in LOSSES.values():
-        numbers = [f"`{key}`, {defaults[key]}: {RANGES[key]}" for key in loss.parameters]
-        lines.append(f"| `{loss.name}` | {loss.formula} | {loss.summary} | {'; '.join(numbers)} |".replace("  |", " |"))
-    before, _, rest = page.partition("<!-- table: losses -->\n")
-    after = rest.partition("<!-- end -->")[2]
-    assert after, f"{PAGE} has no place for the table of losses"
-    return "\n".join([f"{before}<!-- table: losses -->", *lines, f"<!-- end -->{after}"])
-
-
 def test_the_docs_show_the_table():
-    page = PAGE.read_text(encoding="utf-8")
-    assert page == with_table(page), "run python -m tests.heads.losses.test_divergences, which writes the table"
+    shown = losses.BLOCK.findall(losses.PAGE.read_text(encoding="utf-8"))
+    assert shown == [losses.table()], "run python -m scripts.bench.pages.losses, which writes the table"
 
 
 def test_help_names_every_loss():
@@ -236,7 +221,3 @@ def test_help_names_every_loss():
         one.help for one in recipe_parser("eagle3", "draftsmith train")._actions if one.dest == "train.loss.kind"
     )
     assert all(f"{loss.name}: {loss.summary}" in shown for loss in LOSSES.values())
-
-
-if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

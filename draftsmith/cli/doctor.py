@@ -178,19 +178,14 @@ def check_disk() -> Iterator[Check]:
         yield Check(name, state, f"{free:.0f} GB free in {folder}", "" if state == "ok" else fix)
 
 
-def memory_limit() -> float | None:
-    """Bytes of memory this process may use: the machine's, or its container's if less; None where unknown."""
-    if not hasattr(os, "sysconf"):
-        return None
-    total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text(encoding="utf-8").strip() if limit.is_file() else "max"
-    return min(total, float(text)) if text.isdigit() else total
-
-
 def check_hardware() -> Iterator[Check]:
     """At least 4 GB of memory, cores, and whether they are faster in bf16."""
-    limit = memory_limit()
+    limit = None
+    if hasattr(os, "sysconf"):
+        limit = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        container = Path("/sys/fs/cgroup/memory.max")
+        text = container.read_text(encoding="utf-8").strip() if container.is_file() else ""
+        limit = min(limit, float(text)) if text.isdigit() else limit
     fix = "" if limit is None or limit >= 4 * GB else "the embedded default needs about 3 GB; close other programs"
     found = "unknown on this system" if limit is None else f"{limit / GB:.1f} GB"
     yield Check("Memory", "note" if fix or limit is None else "ok", found, fix)
@@ -212,20 +207,16 @@ def check_hub() -> Iterator[Check]:
     if on:
         yield Check("Hub", "note", f"offline ({', '.join(on)})", "unset it to fetch models or data sets by name")
     else:
-        yield _ask_hub()
+        try:
+            why = importlib.import_module("draftsmith.foreign.hub").why_offline()
+        except (ImportError, OSError, AttributeError):  # another check says what is missing or broken
+            yield Check("Hub", "note", "not asked, as its library cannot be loaded", INSTALL)
+        else:
+            fix = "mend the network or the proxy to fetch models or data sets by name; HF_HUB_OFFLINE=1 forbids it"
+            found = "online; set HF_HUB_OFFLINE=1 to forbid the network" if why is None else f"does not answer ({why})"
+            yield Check("Hub", "note" if why else "ok", found, fix if why else "")
     mode = os.environ.get("WANDB_MODE")
     yield Check("W&B", "ok", f"WANDB_MODE={mode}" if mode else "WANDB_MODE is not set; the recipe decides")
-
-
-def _ask_hub() -> Check:
-    """Ask the Hub, through the libraries that a run would ask it with."""
-    try:
-        why = importlib.import_module("draftsmith.foreign.hub").why_offline()
-    except (ImportError, OSError, AttributeError):  # another check says what is missing or broken
-        return Check("Hub", "note", "not asked, as its library cannot be loaded", INSTALL)
-    fix = "mend the network or the proxy to fetch models or data sets by name; HF_HUB_OFFLINE=1 forbids it"
-    found = "online; set HF_HUB_OFFLINE=1 to forbid the network" if why is None else f"does not answer ({why})"
-    return Check("Hub", "note" if why else "ok", found, fix if why else "")
 
 
 def check_accelerate() -> Iterator[Check]:

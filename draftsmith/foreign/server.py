@@ -49,7 +49,7 @@ class ModelServer:
             raise UserError(
                 f"{option} is {one_line(url)}: give the address of a server, such as http://localhost:8000."
             )
-        self._opener = build_opener(_AsItIs, _Http, _Https)
+        self._opener = build_opener(_Plain)
 
     def get(self, path: str, absent: Sequence[int] = ()) -> bytes:
         """Return what the server answers; nothing where its status is one of `absent`."""
@@ -183,42 +183,34 @@ class _InTime(RawIOBase):
         super().close()
 
 
-class _Response(HTTPResponse):
-    def __init__(self, connection: socket, *args: Any, ends: float, **options: Any) -> None:
-        super().__init__(connection, *args, **options)
-        self.fp.close()
-        self.fp = BufferedReader(_InTime(connection, ends))
+class _Plain(HTTPHandler, HTTPSHandler, HTTPErrorProcessor):
+    """Opens connections whose timeout holds from their start to the last byte of the reply, and takes every status as it is: errors
+    are ours to explain, and a redirect is none of ours to follow."""
 
-
-class _Bounded(HTTPConnection):
-    """A connection whose timeout holds for everything from its start to the last byte of the reply."""
-
-    def __init__(self, host: str, *, timeout: float = SHORT, **options: Any) -> None:
-        super().__init__(host, timeout=min(timeout, LONGEST), **options)
-        self.response_class = cast(Any, partial(_Response, ends=time.monotonic() + timeout))
-
-
-class _BoundedTls(_Bounded, HTTPSConnection):
-    """The same over TLS."""
-
-
-class _Http(HTTPHandler):
     def http_open(self, request: Request) -> Any:
-        return self.do_open(_Bounded, request)
+        return self.do_open(partial(_connect, HTTPConnection), request)  # type: ignore[arg-type]
 
-
-class _Https(HTTPSHandler):
     def https_open(self, request: Request) -> Any:
-        return self.do_open(_BoundedTls, request)
-
-
-class _AsItIs(HTTPErrorProcessor):
-    """Takes every status as it is: errors are ours to explain, and a redirect is none of ours to follow."""
+        return self.do_open(partial(_connect, HTTPSConnection), request)  # type: ignore[arg-type]
 
     def http_response(self, request: Request, response: Any) -> Any:
         return response
 
     https_response = http_response
+
+
+def _connect(kind: type[HTTPConnection], host: str, *, timeout: float, **options: Any) -> HTTPConnection:
+    ends = time.monotonic() + timeout
+
+    def reply_within(connection: socket, *args: Any, **more: Any) -> HTTPResponse:
+        reply = HTTPResponse(connection, *args, **more)
+        reply.fp.close()
+        reply.fp = BufferedReader(_InTime(connection, ends))
+        return reply
+
+    opened = kind(host, timeout=min(timeout, LONGEST), **options)
+    opened.response_class = cast(Any, reply_within)
+    return opened
 
 
 def _last(name: str) -> str:

@@ -4,8 +4,8 @@ import errno
 import json
 import os
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -52,28 +52,15 @@ def make(folder: Path) -> None:
 def read(folder: Path) -> None:
     """Write it within the limits of the case."""
     case = json.loads((folder / FILE).read_text(encoding="utf-8"))
-    with _limit(case.get("limit")), _refuse(case.get("refusal")):
+    with ExitStack() as stack:
+        if number := case.get("refusal"):
+            for name in ("draftsmith.storage.os.open", "pathlib.Path.mkdir"):
+                stack.enter_context(patch(name, side_effect=OSError(number, os.strerror(number))))
+        if limit := case.get("limit"):
+            before = resource.getrlimit(limit[0])
+            stack.callback(resource.setrlimit, limit[0], before)
+            resource.setrlimit(limit[0], (limit[1], before[1]))
         WAYS[case["way"]](folder / case["path"])
-
-
-@contextmanager
-def _limit(limit: list[int] | None) -> Iterator[None]:
-    before = resource.getrlimit(limit[0]) if limit else (0, 0)
-    if limit:
-        resource.setrlimit(limit[0], (limit[1], before[1]))
-    try:
-        yield
-    finally:
-        if limit:
-            resource.setrlimit(limit[0], before)
-
-
-@contextmanager
-def _refuse(number: int | None) -> Iterator[None]:
-    with ExitStack() as patches:
-        for name in ("draftsmith.storage.os.open", "pathlib.Path.mkdir") if number else ():
-            patches.enter_context(patch(name, side_effect=OSError(number, os.strerror(number or 0))))
-        yield
 
 
 def case(name: str, words: tuple[str, ...] = (), **changes: Any) -> Case:

@@ -18,22 +18,8 @@ from tests.bad_inputs.cases import check_sentence
 LONGEST = 600
 """The most letters of a sentence, besides those of the recipe's path."""
 VALUES: tuple[Any, ...] = (
-    None,
-    True,
-    -1,
-    10**30,
-    1.5,
-    float("nan"),
-    "",
-    "x" * 5000,
-    [],
-    [None, [1]],
-    ["y" * 3000] * 5,
-    {},
-    {"k" * 3000: 1},
-    {1: {None: 2}},
-    date(2020, 1, 1),
-    b"\0\xff",
+    *(None, True, -1, 10**30, 1.5, float("nan"), "", "x" * 5000, [], [None, [1]], ["y" * 3000] * 5),
+    *({}, {"k" * 3000: 1}, {1: {None: 2}}, date(2020, 1, 1), b"\0\xff"),
 )
 
 

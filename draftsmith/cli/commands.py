@@ -19,13 +19,13 @@ CONVERTER_TYPES = ("f32", "f16", "bf16", "q8_0")
 
 @dataclass(frozen=True)
 class Command:
-    """help: what it does, for the list of commands. function: of draftsmith.cli, "module:name", which gets the values of the
-    options and the words of the recipe. options: what it takes besides a recipe; takes_recipe: whether it takes one. words:
-    what stands before the options, for the help."""
+    """help: what it does, for the list of commands. options: what it takes besides a recipe; takes_recipe: whether it takes one.
+    words: what stands before the options, for the help. function: of draftsmith.cli, "module:name", which gets the values of the
+    options and the words of the recipe; the one of its name in actions if left out."""
 
     help: str
-    function: str
     options: tuple[Option, ...] = ()
+    function: str = ""
     takes_recipe: bool = True
     words: str = ""
 
@@ -193,70 +193,64 @@ _FIT = (
 COMMANDS: dict[str, Command] = {
     "run": Command(
         "all stages of a recipe: answers, features, training, evaluation, export, report",
-        "actions:run",
         (REDO, _LAUNCH, *_GATE),
     ),
-    "regenerate": Command("let the target answer the prompts of the data", "actions:regenerate", (REDO,)),
-    "extract": Command("store the target's hidden states", "actions:extract", (REDO,)),
-    "train": Command("train the head (--launch: in several processes)", "actions:train", (REDO, _LAUNCH)),
+    "regenerate": Command("let the target answer the prompts of the data", (REDO,)),
+    "extract": Command("store the target's hidden states", (REDO,)),
+    "train": Command("train the head (--launch: in several processes)", (REDO, _LAUNCH)),
     "evaluate": Command(
         "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only)",
-        "actions:evaluate",
         (Option("--no-decode", None, "Simulate only."), _HEAD, REDO, *_GATE),
     ),
     "chat": Command(
         "talk with the target while a head drafts: accepted tokens in colour, tau and speedup of every answer",
-        "actions:chat",
         _CHAT,
     ),
     "search-tree": Command(
-        "find the tree of drafts that suits a trained head and this machine", "actions:search", _TREE
+        "find the tree of drafts that suits a trained head and this machine", _TREE, "actions:search"
     ),
     "costs": Command(
         "time target passes and drafts on this machine, or rounds of running servers, for `report --costs` anywhere",
-        "actions:costs",
         (*_COSTS, _HEAD),
     ),
     "quality": Command(
         "answer tasks of lm-eval with drafters that change texts (typical acceptance, tuned targets) and with the target alone",
-        "actions:quality",
         _QUALITY,
     ),
-    "export": Command("write the directory that a serving engine loads", "actions:export", (_HEAD, REDO, *_GGUF)),
+    "export": Command("write the directory that a serving engine loads", (_HEAD, REDO, *_GGUF)),
     "report": Command(
         "render report.html and report.md from result.json files (those named, or those of a recipe's run)",
-        "actions:report",
         (*_REPORT, REDO, *_GATE),
     ),
     "compare": Command(
         "say what changed from one run, evaluation folder or result.json to another, with intervals: compare OLD NEW",
-        "actions:compare",
         _COMPARE,
         takes_recipe=False,
         words="OLD NEW ",
     ),
-    "inspect": Command("show conversations with the supervised tokens in colour", "actions:inspect", (_COUNT, REDO)),
+    "inspect": Command("show conversations with the supervised tokens in colour", (_COUNT, REDO)),
     "recipes": Command(
         "list the recipes and launch files that come with draftsmith, or print one: recipes eagle3/tiny --output mine.yaml",
-        "actions:recipes",
         (Option("--output", "FILE", "Write the one that is named there, into a new file.", Path),),
         takes_recipe=False,
         words="[NAME] ",
     ),
     "plan": Command(
         "hours, disk and memory that every stage of a recipe needs, here or on GPUs, and what would make it shorter",
-        "actions:plan",
         _PLAN,
     ),
     "doctor": Command(
         "check this machine, or with --head and --target whether a head belongs to a target",
-        "compatibility:diagnose",
         _FIT,
+        "compatibility:diagnose",
         takes_recipe=False,
     ),
 }
-COMMANDS |= {
-    name: replace(command, options=(*command.options, _QUIET))
+COMMANDS = {
+    name: replace(
+        command,
+        function=command.function or f"actions:{name}",
+        options=(*command.options, *((_QUIET,) if command.takes_recipe else ())),
+    )
     for name, command in COMMANDS.items()
-    if command.takes_recipe
 }

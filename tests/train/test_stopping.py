@@ -50,7 +50,7 @@ def test_sigterm_and_sighup_ask_however_often_they_come(
 def test_a_command_that_a_signal_ends_says_so(
     number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(command_line.COMMANDS, "doctor", Command("", "x:y", takes_recipe=False))
+    monkeypatch.setitem(command_line.COMMANDS, "doctor", Command("", function="x:y", takes_recipe=False))
     monkeypatch.setattr(Command, "run", lambda *_: signal.raise_signal(number))
     assert command_line.main(["doctor"]) == code
     assert capsys.readouterr().err == "draftsmith: interrupted; run the same command again to go on from here.\n"

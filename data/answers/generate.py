@@ -61,7 +61,7 @@ def regenerate(
         kept = _Kept(kept_path(path))
         bar = Bar(total=len(prompts), initial=done, desc="answers", unit="answer")
         tokens = 0
-        asked = [r for r, p in zip(requests[done:], prompts[done:], strict=True) if servers and not kept.holds(p)]
+        asked = [r for r, p in zip(requests[done:], prompts[done:], strict=True) if servers and kept.offset(p) is None]
         answers = answer_all(servers, asked, sampling, batch, target.vocab_size)
         with partial.open("ab") as file, bar, closing(answers) as served:
             for start in range(done, len(prompts), chunk_size):
@@ -121,18 +121,14 @@ class _Kept:
                 self._offsets.setdefault(fingerprint([row["id"], row["slice"], row["prompt_ids"]]), offset)
                 offset += len(line)
 
-    def holds(self, prompt: Prompt) -> bool:
-        """Whether this prompt is answered."""
-        return self._offset(prompt) is not None
-
-    def _offset(self, prompt: Prompt) -> int | None:
+    def offset(self, prompt: Prompt) -> int | None:
+        """Return where the line that answers this prompt begins; None where there is none."""
         said = prompt.conversation
         return self._offsets.get(fingerprint([said.id, said.slice, list(prompt.ids)])) if self._offsets else None
 
     def line(self, prompt: Prompt) -> str | None:
         """Return the line that answers this prompt; None where there is none."""
-        offset = self._offset(prompt)
-        if offset is None:
+        if (offset := self.offset(prompt)) is None:
             return None
         with self._path.open("rb") as file:
             file.seek(offset)

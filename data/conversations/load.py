@@ -165,12 +165,9 @@ def _open_source(source: str, split: str, *, streaming: bool) -> list[Iterator[_
 
 
 def _open_file(path: Path) -> Iterator[_Row]:
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    if path.suffix == ".json":
-        return _json_rows(path)
-    if path.suffix == ".jsonl":
-        return _jsonl_rows(path)
+    readers = {".parquet": _parquet_rows, ".json": _json_rows, ".jsonl": _jsonl_rows}
+    if path.suffix in readers:
+        return readers[path.suffix](path)
     raise UserError(
         f"{path} is of no known kind: convert it to {' or '.join(SUFFIXES)}, a conversation a row (`messages`: texts with roles)."
     )

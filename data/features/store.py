@@ -238,18 +238,14 @@ class FeatureStore:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def check_layer_ids(self, layer_ids: Sequence[int]) -> None:
-        """Raise UserError unless the store holds every one of `layer_ids`."""
-        if missing := [k for k in layer_ids if k not in self.layer_ids]:
+    def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
+        """Return one sample; aux [L, A*Ht] has the columns of `layer_ids` in that order (None: every stored layer)."""
+        chosen = self.layer_ids if layer_ids is None else layer_ids
+        if missing := [k for k in chosen if k not in self.layer_ids]:
             raise UserError(
                 f"The feature store {self.path} holds layers {list(self.layer_ids)} but not {missing[0]}: "
                 "extract again with all the layers that the heads need in features.layer_ids."
             )
-
-    def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
-        """Return one sample; aux [L, A*Ht] has the columns of `layer_ids` in that order (None: every stored layer)."""
-        chosen = self.layer_ids if layer_ids is None else layer_ids
-        self.check_layer_ids(chosen)
         number, row = self._place[index]
         shard = self._shard(number)
         start, end = (int(offset) for offset in shard.get_slice("offsets")[row : row + 2])

@@ -55,20 +55,16 @@ def decode(
     """
     assert batch >= 1
     check_requests(target, requests, drafter)
-    return _stream(target, drafter, requests, sampling, batch)
 
-
-@torch.no_grad()
-def _stream(
-    target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling, batch: int
-) -> Iterator[Generation]:
-    if not requests:
-        return
-    loop = Loop(target, drafter, requests, sampling, None, min(batch, len(requests)), timed=False)
-    while loop.fill():
-        loop.round()
+    @torch.no_grad()
+    def stream() -> Iterator[Generation]:
+        loop = Loop(target, drafter, requests, sampling, None, min(batch, len(requests)), timed=False)
+        while loop.fill():
+            loop.round()
+            yield from loop.take_finished()
         yield from loop.take_finished()
-    yield from loop.take_finished()
+
+    return stream() if requests else iter(())
 
 
 @torch.no_grad()

@@ -203,7 +203,9 @@ def verify(
     if sampling.greedy:
         return _matching(draft, top1(logits_BNV)[1])
     if draft.draft_probs_BMW is None:
-        return _matching(draft, _choose(logits_BNV, sampling, noise))
+        uniform_BN = noise.draw(EMIT, logits_BNV.shape[1])
+        choices = draw(probs(logits_BNV, sampling).flatten(0, 1), uniform_BN.flatten())
+        return _matching(draft, choices.view(uniform_BN.shape))
     return _sampled_chain(draft, logits_BNV, sampling, noise)
 
 
@@ -229,12 +231,6 @@ def _check_finite(draft: Draft, largest_BN: Tensor) -> None:
     if not bool(finite_BN.all()) and bool((bad_BN := draft.valid_BN & ~finite_BN).any()):
         row, node = bad_BN.nonzero()[0].tolist()
         raise NotFinite(row, node)
-
-
-def _choose(logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Tensor:
-    """Draw the target's token after every node."""
-    uniform_BN = noise.draw(EMIT, logits_BNV.shape[1])
-    return draw(probs(logits_BNV, sampling).flatten(0, 1), uniform_BN.flatten()).view(uniform_BN.shape)
 
 
 def _matching(draft: Draft, choice_BN: Tensor) -> Verdict:

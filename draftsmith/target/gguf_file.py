@@ -3,6 +3,7 @@
 transformers opens the file (`gguf_file=`); what it leaves out without a word, and a target needs, is read or refused here.
 """
 
+import math
 import os
 import re
 import shutil
@@ -28,7 +29,6 @@ from draftsmith.fields import shown
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.gguf import GgufHeader, read_gguf
 from draftsmith.foreign.hub import why_offline
-from draftsmith.foreign.tensors import TensorSpan
 from draftsmith.progress import say
 from draftsmith.storage import atomic_directory, claim, default_cache, fingerprint, sweep, write_json
 from draftsmith.target.config import MOST_SIZE, check_causal, check_config_values, check_weights
@@ -155,6 +155,7 @@ def open_gguf(path: str) -> GgufTarget:
     _pre_tokenizers()
     metadata, names = header.metadata, {span.name for span in header.tensors}
     architecture, kind = metadata.get("general.architecture"), metadata.get("general.type", "model")
+    sizes = [f"{architecture}.{name}" for name in ("embedding_length", "attention.head_count", "block_count")]
     part = _PART.search(file.name)
     if (part is not None and int(part[1]) > 1) or metadata.get("split.count", 1) != 1:
         why = "is one part of a split model", "join the parts first (`llama-gguf-split --merge FIRST_PART WHOLE.gguf`)"
@@ -168,16 +169,12 @@ def open_gguf(path: str) -> GgufTarget:
         why = "holds no language model (no architecture, or no embeddings)", "give another file"
     elif not isinstance(metadata.get("tokenizer.ggml.tokens"), list):
         why = "holds no tokenizer", _OTHER
-    elif odd := next((key for key in _sizes(architecture) if not _is_size(key, metadata.get(key), len(names))), None):
+    elif odd := next((key for key in sizes if not _is_size(key, metadata.get(key), len(names))), None):
         claim = f"says that {odd} is {shown(metadata[odd])}" if odd in metadata else f"does not say {odd}"
         why = f"{claim}, and holds {len(names)} tensors", AGAIN
     else:
         return GgufTarget(path, file, header)
     raise UserError(f"The target {path} {why[0]}: {why[1]}.")
-
-
-def _sizes(architecture: str) -> tuple[str, ...]:
-    return tuple(f"{architecture}.{name}" for name in ("embedding_length", "attention.head_count", "block_count"))
 
 
 def _is_size(key: str, value: Any, tensors: int) -> bool:
@@ -251,17 +248,13 @@ def _check_complete(target: GgufTarget, model: Any, missing: set[str]) -> None:
     if missing:
         raise UserError(f"The target {target.path} has no weights for {min(missing)}: {AGAIN}, or {_OTHER}.")
     unused = {_ROPE, *([_PROJECTION] if model.config.tie_word_embeddings else [])}
-    stored = sum(_numbers(span) for span in target.header.tensors if span.name not in unused)
+    stored = sum(math.prod(span.shape) for span in target.header.tensors if span.name not in unused)
     read = sum({value.data_ptr(): value.numel() for value in model.state_dict().values()}.values())
     if stored != read:
         raise UserError(
             f"The target {target.path} holds {stored} weights, of which transformers {transformers.__version__} reads {read}: "
             f"{_OTHER}."
         )
-
-
-def _numbers(span: TensorSpan) -> int:
-    return torch.Size(span.shape).numel()
 
 
 def _rope(target: GgufTarget, config: Any) -> Any:

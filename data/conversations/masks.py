@@ -107,7 +107,7 @@ def tokenize_all(
     warn: Callable[[str], None] = warnings.warn,
     progress: bool = False,
 ) -> TokenizedSet:
-    """Tokenize a data set; UserError where not one sample has a token to learn. warn: receives what is said about the whole."""
+    """Tokenize a data set; UserError where not one sample has a token to learn. warn: called with each warning about the data set."""
     stats = TokenizeStats()
     samples = [
         sample

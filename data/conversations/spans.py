@@ -151,11 +151,10 @@ def _split(renderer: Renderer, turn: int, prompt: str, whole: str) -> tuple[str,
 
 
 def _after(renderer: Renderer, turn: int, base: str, prompt: str, whole: str) -> str | None:
-    """Return what follows `base`, the prompt or its part before a think block, in the text that holds the answer too; None where
-    that is unclear.
+    """Return what follows `base` in `whole`, the text that holds the answer too; None where that is unclear.
 
-    The two may differ further up, in a system prompt that stands by the last turn: what counts is the longest common end, which
-    must hold all that follows the last message's own text.
+    base: the prompt, or its part before a think block. The two texts may differ further up, since some templates put the system
+    prompt by the last turn. So the longest common end counts, and it must hold all that follows the last message's own text.
     """
     if whole.startswith(base):
         return whole[len(base) :]
@@ -186,7 +185,7 @@ def _thought_of(message: dict[str, Any], block: str) -> tuple[str, str]:
 
 
 def _after_thought(thought: str, said: str, bare: str) -> str | None:
-    """Return a thought and an answer that a template renders without it, `bare`; None where it does not begin with what is said."""
+    """Put a thought before `bare`, the answer as a template renders it without; None where `bare` does not begin with `said`."""
     kept = said if bare.startswith(said) else said.strip()
     if not bare.startswith(kept):
         return None
@@ -221,7 +220,7 @@ def _with_thought(renderer: Renderer, turn: int, prompt: str, answer: str) -> st
 
 
 def _check_said(renderer: Renderer, turn: int, ids: Sequence[int]) -> None:
-    """Raise UserError where an answer that says something has no token but those that end it, or its call alone."""
+    """Raise UserError where the text of an answer is not among its tokens: they only end it, or hold its call alone."""
     message = renderer.conversation.messages[turn]
     nothing = all(map(renderer.says_nothing, ids))
     said = encode(renderer.tokenizer, message["content"].rpartition("</think>")[2]) if "tool_calls" in message else []

@@ -68,8 +68,8 @@ def load_tokenizer(
 
 
 def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError for a chat template that cannot render one question, tried where it can take neither all time nor all
-    memory, or leaves it out."""
+    """Raise UserError for a chat template that cannot render one question or leaves it out. It is tried under limits of time and
+    memory."""
     question = [{"role": "user", "content": "Hello"}]
 
     def asked() -> str:
@@ -178,7 +178,7 @@ def prepare_prompts(
 
     Prompts that leave no space for an answer within `max_length` tokens are left out. max_new_tokens: by slice. template:
     arguments of the chat template. limit: what sets `max_length` and how to raise it, for the UserError where no prompt
-    is left. warn: receives what is said about the whole.
+    is left. warn: called with each warning about the data set.
     """
     prompts, lost = [], dict[str, list[str]]()
     for conversation in conversations:
@@ -224,8 +224,8 @@ def render_text(
 
 
 def as_read(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> list[dict[str, Any]]:
-    """Return messages with contents as the template reads them: as lists of parts, which engines give to a template that reads no
-    text, else as text."""
+    """Return messages as the template reads them. Contents are text; a template that reads no text gets lists of parts, as engines
+    give it."""
     if not _reads_parts(tokenizer, str(tokenizer.chat_template)):
         return list(messages)
     return [{**m, "content": [{"type": "text", "text": m["content"]}] if m["content"] else []} for m in messages]
@@ -262,8 +262,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def shorten(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None) -> str:
-    """Return a text, or of one far longer than `most` tokens, which would take 200 times its size in memory, a beginning of more than
-    twice as many: its first `most` tokens are those of the text."""
+    """Cut a text that is far longer than `most` tokens, since tokenizing takes 200 times its size in memory.
+
+    What is left has more than twice as many tokens, so that its first `most` are those of the whole text.
+    """
     end = len(text) if most is None else max(16 * most, _AT_ONCE)  # characters; prose has four of them in a token
     while end < len(text) and most is not None:
         if len(encode(tokenizer, text[:end])) > 2 * most:

@@ -124,7 +124,7 @@ def _answer_servers(session: Session) -> list[AnswerServer]:
 
 
 def _compare(session: Session, samples: Sequence[Tokenized]) -> Likeness:
-    """Say whether the servers' answers are the target's, and return how like."""
+    """Warn if the servers' answers are not the target's; return how alike they are."""
     measured = likeness(session.target, samples, session.recipe.answers.sampling)
     if measured.differs:
         session.warn(

@@ -1,7 +1,7 @@
-"""Reading the files of a target's folder: hashes of weights, configuration, tokenizer and chat template, sizes and end-of-answer
-tokens; no weights are loaded.
+"""Read a target's folder without loading its weights: hashes of weights, configuration, tokenizer and chat template, sizes, and the
+tokens that end an answer.
 
-Every function but those of the weights returns None for what the folder has no files for. Shapes: V target vocab, Ht target
+Functions return None where the folder lacks the files, except those of the weights. Shapes: V target vocab, Ht target
 hidden size.
 """
 
@@ -50,7 +50,7 @@ TOKENIZER_FILES = (
 
 
 SOURCE = "gguf.source"
-"""The record in a folder of the cache of the GGUF file that it was made of. Not .json: exports copy those."""
+"""A file in a folder of the cache that names the GGUF file which the folder was made from. Not .json: exports copy those."""
 
 
 def local_folder(path: str) -> Path | None:
@@ -80,7 +80,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def find_tensor(spans: Sequence[TensorSpan], names: Sequence[str]) -> TensorSpan | None:
-    """Return the matrix with the first of `names` that occurs, in whatever module; of several the outermost."""
+    """Return the matrix with the first of `names` that any module has; of several modules the outermost."""
     for name in names:
         matrices = [s for s in spans if len(s.shape) == 2 and (s.name == name or s.name.endswith(f".{name}"))]
         if matrices:
@@ -218,8 +218,8 @@ def fingerprint_directory(directory: Path) -> str:
 
 
 def read_source(directory: Path) -> dict[str, Any] | None:
-    """Return the identity of the GGUF file that a folder was made of, as JSON; None for any other folder, and for one that was
-    changed or damaged since."""
+    """Return the identity of the GGUF file that a folder was made from, as JSON; None for any other folder, and where the folder
+    was changed or damaged since."""
     try:
         record = read_object(directory / SOURCE)
         return record["identity"] if record and record["contents"] == describe_contents(directory) else None
@@ -228,15 +228,15 @@ def read_source(directory: Path) -> dict[str, Any] | None:
 
 
 def describe_contents(directory: Path) -> dict[str, str]:
-    """Return name -> hash of the files in a folder, those of the weights together, and as `hash_weights` does."""
+    """Return a hash for each file in a folder by its name; all weights have one, under "weights"."""
     weights = {file.name for file in weight_files(directory)}
     others = {file.name: sha256_file(file) for file in directory.iterdir() if file.name not in (SOURCE, *weights)}
     return {"weights": hash_weights(read_directory(directory)), **others}
 
 
 def hash_weights(spans: Sequence[TensorSpan], before: bytes = b"") -> str:
-    """Return 16 hex digits that name the bytes `before` and tensors: each a line with its name, dtype and shape, and its bytes in
-    full or in pieces, as in `fingerprint_directory`."""
+    """Return 16 hex digits that name the bytes `before` and the tensors after them. Each tensor adds its name, dtype and shape, and
+    its bytes in full or in pieces, as in `fingerprint_directory`."""
     digest, everything = hashlib.sha256(before), sum(span.size for span in spans) <= FULL_HASH_BYTES
     with ExitStack() as stack:
         handles: dict[Path, BinaryIO] = {}

@@ -178,7 +178,7 @@ def open_gguf(path: str) -> GgufTarget:
 
 
 def _is_size(key: str, value: Any, tensors: int) -> bool:
-    """Whether a number, or one for each layer, can be so many units or heads, or so many layers with as many tensors at least."""
+    """Whether a size, or a list with one for each layer, is possible: no more layers than tensors, and not all zero."""
     numbers, most = value if isinstance(value, list) else [value], tensors if key.endswith("block_count") else MOST_SIZE
     return bool(numbers) and all(type(one) is int and 0 <= one <= most for one in numbers) and max(numbers) > 0
 
@@ -220,7 +220,7 @@ def model_folder(path: str) -> Path:
 
 
 def _write_model(target: GgufTarget, folder: Path) -> None:
-    """Write the model, its tokenizer, and whose file they are."""
+    """Write the model, its tokenizer, and the record of the file that they come from."""
     config = target.read_config()
     with foreign_code(f"Cannot open the GGUF file {target.path}", _OTHER), target.opened() as where:
         model, info = AutoModelForCausalLM.from_pretrained(

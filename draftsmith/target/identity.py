@@ -212,7 +212,7 @@ def _by_fingerprint(recorded: TargetIdentity, now: TargetIdentity) -> bool:
 
 
 def _known(pair: tuple[Any, Any]) -> bool:
-    """Whether two values can be compared: hashes that name a kind of file only where that is the same."""
+    """Whether two values can be compared. A hash that begins with the kind of its file is compared with the same kind only."""
     a, b = pair
     if a is None or b is None:
         return False

@@ -24,9 +24,8 @@ PROBE_TOKENS = 8
 def check_target(target: "Target") -> None:
     """Compare taps, final states and logits of `target` with its model's own, and set the head's scale and softcap.
 
-    Raises UserError, naming the model type, where: a later token changes an earlier state (an encoder), a tap differs
-    from `output_hidden_states` (not checked where the model gives none), the base model's final state is not what the
-    lm_head reads, or the logits follow no known scale and softcap.
+    Raises UserError, naming the model type, where a later token changes an earlier state (as in an encoder), a tap differs
+    from `output_hidden_states` (if the model gives any), or the logits are not the lm_head's under any known scale and softcap.
     """
     model, ids = target.model, probe_ids(target)
     every_layer = tuple(range(target.num_layers))

@@ -1,7 +1,8 @@
-"""What a model took of its checkpoint: weights that it left are named where they are modules of their own, and refused otherwise.
+"""Which tensors of a checkpoint the model took. Modules beside the decoder may be left out and are named; any other tensor that is
+left out is refused.
 
 transformers drops a tensor that a class has no place for, such as the scale of a quantized weight or a bias that the
-configuration denies, and reads the numbers of a float8 or integer weight as they stand: the model is another one then.
+configuration denies, and reads the numbers of a float8 or integer weight as they stand. Either way it computes another model.
 """
 
 import re
@@ -36,8 +37,8 @@ def check_taken(
 ) -> str:
     """Return a sentence about what a checkpoint holds beside the model (MTP layers, vision towers, scales of a cache), "" for none.
 
-    info: what transformers says of the loading. Raises UserError, naming a tensor, for any other that the model did not take, that
-    it lacks, that config.json ties to others of another value, whose shape is another, or whose numbers mean nothing without the scale of a quantized format.
+    info: what transformers says of the loading. Raises UserError, naming a tensor, where the model did not take one of its own,
+    lacks one, takes another shape, needs the scale of a quantized weight, or where config.json ties two tensors that differ.
     """
     held, name = model.state_dict(), type(model).__name__
     unexpected = set(info["unexpected_keys"])
@@ -90,9 +91,9 @@ def check_taken(
 def _sorted_out(
     left: set[str], unexpected: set[str], spans: Iterable[TensorSpan], layers: int, quantized: str | None
 ) -> tuple[dict[str, list[str]], list[str]]:
-    """Return the tensors of modules beside the decoder by what these are, and those without which it is another model.
+    """Sort tensors that the model left: into modules beside the decoder, by what these are, and those that the model needs.
 
-    unexpected: those that the class does not leave on purpose. layers: of the decoder; what lies above them is MTP's or lost.
+    unexpected: tensors that the class does not leave on purpose. layers: of the decoder; a layer above them is MTP's, or missing.
     """
     of_mtp = {
         layer_name[1] for span in spans if (layer_name := _LAYER.search(span.name)) and _OF_MTP_LAYER.search(span.name)

@@ -63,8 +63,8 @@ def grow_tree(
     state: DecodeState,
     root_BX: Tensor,
     head: DraftHead,
-    tree: StaticTree,
     whole: StaticTree,
+    depth: int,
     logits: Callable[[int, Tensor], Tensor],
     run: Callable[[int, Level, Tensor, Tensor], Tensor],
     *,
@@ -73,10 +73,11 @@ def grow_tree(
     """Return a static tree, drafted level by level, where a token's probabilities depend on the path to it; only nodes with
     children are run.
 
-    root_BX: what the first level is drafted from. tree: `whole` cut to this round's depth, as in `draft_tree`. logits(step,
-    x_BmX): [B, m, W] of the nodes' children. run(step, level, x_BmX, tokens_Bm): the same for the children that have children
-    themselves, whose tokens are given.
+    root_BX: what the first level is drafted from. whole: the tree, which is cut to `depth`, as in `draft_tree`. logits(step, x_BmX):
+    [B, m, W] of the nodes' children. run(step, level, x_BmX, tokens_Bm): the same for the children that have children themselves,
+    whose tokens are given.
     """
+    tree = whole.cut(depth)
     plan = growth(tree, root_BX.device)
     drawn = drawn and not state.sampling.greedy
     x_BmX, done = root_BX[:, None], 0

@@ -102,7 +102,7 @@ class EagleDrafter(HeadDrafter):
         def logits(step: int, out_BmH: Tensor) -> Tensor:
             return self.head.logits(out_BmH)
 
-        return grow_tree(state, out_BH, self.head, whole.cut(depth), whole, logits, run, drawn=self.drawn)
+        return grow_tree(state, out_BH, self.head, whole, depth, logits, run, drawn=self.drawn)
 
     def _dynamic(self, state: DecodeState, out_BH: Tensor, tree: DynamicTree, depth: int) -> Draft:
         """Grow a beam, then keep the best nodes of all levels."""

@@ -80,8 +80,7 @@ class HydraDrafter(HeadDrafter):
         if self.tree is None:
             return self._chain(state, states_BH, depth)
         path_BC = self.head.extend(states_BH, state.root_B)
-        tree = self.tree.cut(depth)
-        return grow_tree(state, path_BC, self.head, tree, self.tree, self.head.logits, self._extend, drawn=self.drawn)
+        return grow_tree(state, path_BC, self.head, self.tree, depth, self.head.logits, self._extend, drawn=self.drawn)
 
     def _state(self, state: DecodeState) -> Tensor:
         """Return [B, H]: what the heads read of the text before the root."""

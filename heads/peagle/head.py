@@ -13,7 +13,7 @@ Training takes fewer rows the deeper they are, by a draw per document: all depth
 there are depths.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar, Self
@@ -66,13 +66,9 @@ class PEagleHead(FusedHead):
         masks = iterate_supervised_rows(batch)
         return sample_depths(batch, masks, self.options) if self.training else masks
 
-    def forward(self, batch: TrainBatch, num_steps: int, rows: Sequence[Tensor] | None = None) -> HeadOutput:
-        """Run `num_steps` depths on the text of `batch`: logits [R_d, W] each, on the rows of `supervised`.
-
-        rows: one bool [B, L] mask per depth instead, those of a depth among those of the depth before.
-        """
-        masks = list(islice(self.supervised(batch), num_steps) if rows is None else rows)
-        assert len(masks) == num_steps
+    def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
+        """Run `num_steps` depths on the text of `batch`: logits [R_d, W] each, on the rows of `supervised`."""
+        masks = list(islice(self.supervised(batch), num_steps))
         plan = plan_rows(batch.document, masks[0])
         passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, plan, num_steps, self.window)
         out_RH = self.first_step(batch, self.initial_hidden(batch.aux, batch.last), passing)

@@ -1,7 +1,6 @@
 """EAGLE-1: training pass == an independent slow reference == cached decoding; published folders in, mistakes refused."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,17 +252,6 @@ def test_rotation_is_that_of_the_heads_own_configuration(keys, expected, tmp_pat
     check_reference(again, target)
 
 
-class Commands:
-    """A pickle of it runs a command when opened."""
-
-    def __reduce__(self):
-        return os.mkdir, ("opened",)
-
-
-def cut(file: Path, length: int) -> None:
-    file.write_bytes(file.read_bytes()[:length])
-
-
 WEIGHT = "layers.0.mlp.up_proj.weight"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other vocab": ({"vocab_size": 161}, "says vocab_size 161, but .* has 160: this is a draft for another target"),
@@ -303,36 +291,10 @@ def test_what_cannot_be_loaded_is_one_sentence(case, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_weights_are_one_sentence(tmp_path):
-    target = make_target()
-    head, weights = make_head(target), tmp_path / "head" / "model.safetensors"
-    publish(tmp_path / "head", head)
-    cut(weights, weights.stat().st_size - 10)
-    with pytest.raises(UserError, match=r"model\.safetensors is cut short or damaged"):
-        load_head(tmp_path / "head", target)
-    weights.unlink()
-    with pytest.raises(UserError, match=r"no weights .*model\.safetensors.* pytorch_model\.bin"):
-        load_head(tmp_path / "head", target)
-    size = (publish(tmp_path / "head", head, pickled=True) / "pytorch_model.bin").stat().st_size
-    for length in (size - 10, size // 2, 1000, 60, 3, 0):
-        cut(tmp_path / "head" / "pytorch_model.bin", length)
-        with pytest.raises(UserError, match=r"pytorch_model\.bin (are|is) damaged or"):
-            load_head(tmp_path / "head", target)
-
-
-def test_a_pickle_runs_no_code(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    target = make_target()
-    folder = publish(tmp_path / "head", make_head(target), pickled=True, tensors={"fc.weight": Commands()})
-    with pytest.raises(UserError, match="could run code when opened"):
-        load_head(folder, target)
-    assert not (tmp_path / "opened").exists()
-
-
 def test_safetensors_are_read_before_a_pickle(tmp_path):
     target = make_target()
     head = make_head(target)
-    publish(tmp_path / "head", head, pickled=True, tensors={"fc.weight": Commands()})
+    publish(tmp_path / "head", head, pickled=True, tensors={"fc.weight": [1.0]})
     assert same_logits(head, load_head(publish(tmp_path / "head", head), target), target)
 
 

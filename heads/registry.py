@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Method:
     """Where the parts of a method are.
 
-    head and formats name modules; options, drafter and cost are of the form "module:name". Modules are those of
+    head and formats name modules; options and drafter are of the form "module:name". Modules are those of
     `package`; "" is the package itself, and a name with a dot is a full one.
     """
 
@@ -37,9 +37,6 @@ class Method:
     of trees that `trees` names it also takes tree= and drawn=."""
     head: str = "head"
     """The module with `build` and `load`."""
-    cost: str | None = None
-    """A callable (options, TargetShape) -> HeadCost, the formulas of `draftsmith plan`; None: it cannot plan the
-    method."""
     formats: str | None = None
     """The module with LAYOUTS (what heads are exported to) and FORMATS (how folders of such heads are recognised);
     either may be missing. None: both are."""
@@ -71,11 +68,6 @@ class Method:
     def make_drafter(self) -> Callable[..., Any]:
         """The callable that makes a drafter of a head."""
         return self._resolve(self.drafter)
-
-    @property
-    def make_cost(self) -> Callable[..., Any] | None:
-        """The callable that computes the costs of training, None where there is none."""
-        return None if self.cost is None else self._resolve(self.cost)
 
     @property
     def layouts(self) -> tuple[Any, ...]:
@@ -158,9 +150,7 @@ def _load(point: metadata.EntryPoint) -> Method:
     try:
         method = point.load()
         sound = isinstance(method, Method)
-        parts = (
-            (method.options_class, method.build, method.load, method.make_drafter, method.make_cost) if sound else ()
-        )
+        parts = (method.options_class, method.build, method.load, method.make_drafter) if sound else ()
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{named} cannot be imported ({reason}): repair or uninstall the package.") from error

@@ -302,7 +302,7 @@ def plan(own: Namespace, words: list[str]) -> int:
         put(estimating.comment(estimate))
         return 0
     lines = [*estimating.describe(estimate), *estimating.engines(recipe, estimator.target)]
-    lines += [*estimating.guesses(estimate.given, estimator.asked), *shorter(estimate, estimator.estimate)]
+    lines += [*estimating.guesses(estimate, estimator.asked), *shorter(estimate, estimator.estimate)]
     lines += estimating.foresee(estimate, own.pilot)
     put("\n".join([f"plan of {recipe.name}", *lines]))
     if recipe.train.warm_start:

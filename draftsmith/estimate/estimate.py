@@ -21,13 +21,12 @@ from draftsmith.data.conversations.templates import load_tokenizer, prepare_prom
 from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
 from draftsmith.data.features.store import DTYPES, readable_bytes
 from draftsmith.errors import UserError, one_line
+from draftsmith.estimate.counting import HeadCost
 from draftsmith.estimate.evaluation import EvaluationEstimate
 from draftsmith.estimate.figures import BANDWIDTH_SHARE, Assumptions, Device, Estimate, PlannedTarget, Rates
 from draftsmith.eval.training.forecast import FEWEST
 from draftsmith.eval.training.history import read_history, read_stage
 from draftsmith.heads.base import draft_vocab_size_of
-from draftsmith.heads.block.options import check_block
-from draftsmith.heads.cost import head_cost
 from draftsmith.heads.formats.layout import default_layout, engines_notice, find_layout, layouts_of
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.machine import emulates_bf16
@@ -35,8 +34,6 @@ from draftsmith.recipe.schema import Recipe
 from draftsmith.target.config import check_causal, check_quantization, read_model_config
 from draftsmith.target.pretrained import load_config
 from draftsmith.target.shape import TargetShape, shape_of
-from draftsmith.target.target import check_layer_ids
-from draftsmith.target.tokens import check_mask_token
 
 UNCOUNTED = {"": 100}
 """The prompts that a plan counts with where they are not at hand."""
@@ -47,33 +44,29 @@ _BUSY = 0.15
 
 
 def make_estimate(
-    recipe: Recipe, target: TargetShape, samples: int, given: Assumptions, prompts: Mapping[str, int] = UNCOUNTED
+    recipe: Recipe,
+    target: TargetShape,
+    samples: int,
+    given: Assumptions,
+    prompts: Mapping[str, int] = UNCOUNTED,
+    head: HeadCost | None = None,
 ) -> Estimate:
-    """Return the plan of a recipe. prompts: of the evaluation, by slice. Raises UserError for lengths that do not fit it."""
+    """Return the plan of a recipe. prompts: of the evaluation, by slice. head: its costs, if they are known. Raises UserError for
+    lengths and options that do not fit it."""
     longest = _longest(recipe, target)
     if given.prompt + given.answer > longest:
         raise UserError(
             f"{given.prompt} prompt and {given.answer} answer tokens do not fit the {longest} that data.max_length, "
             "train.row_tokens and the target allow: give other --prompt-tokens and --answer-tokens."
         )
-    _check_head(recipe, target)
-    return Estimate(recipe, target, head_cost(recipe.method, recipe.head, target), samples, given, prompts)
-
-
-def _check_head(recipe: Recipe, target: TargetShape) -> None:
-    """Raise UserError for options that cannot fit the target or the method, as far as its config shows; training checks the rest."""
-    if (layers := getattr(recipe.head, "layer_ids", None)) is not None:
-        check_layer_ids(layers, target.layers, recipe.target.path)
     if (size := draft_vocab_size_of(recipe.head)) is not None and size > target.vocab:
         raise UserError(
             f"head.draft_vocab_size is {size}, but the target has {target.vocab} tokens: choose a smaller one, or null."
         )
-    if (mask := getattr(recipe.head, "mask_token_id", None)) is not None:
-        check_mask_token(mask, target.vocab, recipe.target.path)
-    if (block := getattr(recipe.head, "block_size", None)) is not None:
-        check_block(block, target.context, recipe.target.path)
     if recipe.export.layout is not None:
         find_layout(recipe.export.layout, recipe.method)
+    head = head or HeadCost(recipe.method, recipe.head, target, recipe.target.path)
+    return Estimate(recipe, target, head, samples, given, prompts)
 
 
 @dataclass(frozen=True)
@@ -137,7 +130,7 @@ def describe(estimate: Estimate) -> list[str]:
     stored += f"{_size(estimate.feature_bytes)} in memory, then read at {_size(estimate.read_rate)}/s while training"
     used, other = (f"stored: {stored}", f"online: {readable_time(online)} more training")
     used, other = (other, used) if recipe.features.source == "online" else (used, other)
-    trained = _count(estimate.head.matrices + estimate.head.others)
+    trained = _count(estimate.head.parameters)
     return [
         *lines,
         f"hidden states {used}; if {other}",
@@ -359,14 +352,16 @@ def _local(recipe: Recipe, key: str, named: Sequence[str]) -> list[str] | None:
         raise UserError(f"{key}: {error}") from error
 
 
-def guesses(given: Assumptions, known: Collection[str]) -> list[str]:
-    """Return lines that say which lengths of texts are guessed, and how to do better. known: the fields of Assumptions that are not."""
+def guesses(estimate: Estimate, known: Collection[str]) -> list[str]:
+    """Return lines that say what is guessed, and how to do better. known: the fields of Assumptions that are not."""
+    given = estimate.given
     lines = {
         "prompt": f"guessed: prompts of {given.prompt} tokens, a quarter of data.max_length; --prompt-tokens N says better",
         "answer": f"guessed: answers of {given.answer} tokens, half of answers.max_new_tokens; --answer-tokens N says better, or "
         "`draftsmith regenerate --data.limit 50` makes some, which the next plan counts",
+        "head": f"guessed: {estimate.head.guessed}",
     }
-    return [line for name, line in lines.items() if name not in known]
+    return [line for name, line in lines.items() if name not in known and (name != "head" or estimate.head.guessed)]
 
 
 def _count(number: float) -> str:

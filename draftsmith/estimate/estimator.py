@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.estimate.counting import HeadCost
 from draftsmith.estimate.estimate import (
     assume,
     check_template,
@@ -22,13 +23,14 @@ from draftsmith.recipe.schema import Recipe
 @dataclass(frozen=True)
 class Estimator:
     """What plans are made of. samples: conversations at hand; prompts: of the evaluation, by slice. asked: fields of Assumptions that
-    the user gave, or that the data tell."""
+    the user gave, or that the data tell. head: its costs, once they are counted."""
 
     target: PlannedTarget
     device: Device
     samples: int
     prompts: Mapping[str, int]
     asked: Mapping[str, Any]
+    head: HeadCost | None = None
 
     @classmethod
     def of(cls, recipe: Recipe, device: Device, asked: Mapping[str, Any]) -> "Estimator":
@@ -52,7 +54,8 @@ class Estimator:
         if not {"prompt", "answer"} <= asked.keys():
             asked = lengths_at_hand(recipe, target.shape, conversations) | {**asked}
         found = cls(target, device, samples, count_prompts(recipe), asked)
-        given = found.estimate(recipe).given
+        estimate = found.estimate(recipe)
+        found = replace(found, head=estimate.head)
         if not device.measured:
             return found
         if option := next((name for name in ("gpus", "utilisation") if name in asked), None):
@@ -60,7 +63,7 @@ class Estimator:
                 f"--{option} is {asked[option]:g}, but this machine is measured as it is: leave --{option} out, or name GPUs of the "
                 "table with --device."
             )
-        return replace(found, device=measure_device(recipe, target, given))
+        return replace(found, device=measure_device(recipe, target, estimate))
 
     def estimate(self, recipe: Recipe) -> Estimate:
         """Return the plan of the recipe, or of one that asks for less."""
@@ -69,4 +72,4 @@ class Estimator:
             given = replace(given, answer=min(given.answer, recipe.answers.max_new_tokens))
         samples, most = min(self.samples, recipe.data.limit or self.samples), recipe.evaluate.per_slice
         prompts = {name: min(count, most or count) for name, count in self.prompts.items()}
-        return make_estimate(recipe, self.target.shape, samples, given, prompts)
+        return make_estimate(recipe, self.target.shape, samples, given, prompts, self.head)

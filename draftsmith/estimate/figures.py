@@ -1,12 +1,11 @@
 """The figures of a plan: one formula per property, over a recipe, a target's dimensions, and assumptions or measured rates.
 
-Symbols: S conversations, p and a tokens of a prompt and of an answer; the rest as in heads/cost.py.
+Symbols: S conversations, p and a tokens of a prompt and of an answer, H target hidden, A aux layers.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,7 @@ from draftsmith.data.answers.generate import BATCHES_PER_CHUNK
 from draftsmith.data.features.store import DTYPES, estimate_bytes
 from draftsmith.data.packing import CHUNK_BATCHES
 from draftsmith.errors import UserError
-from draftsmith.heads.cost import HeadCost
-from draftsmith.heads.losses.divergences import LOSSES
-from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.estimate.counting import HeadCost, TextCost
 from draftsmith.machine import Clocks, available_memory
 from draftsmith.recipe.schema import Recipe
 from draftsmith.target.shape import TargetShape
@@ -207,14 +204,10 @@ class Estimate:
             + CHUNK_BATCHES * self.recipe.features.batch_tokens * self.store_bytes / self.tokens
         )
 
-    @cached_property
-    def rows(self) -> list[float]:
-        """R_k, the rows that a head learns from in a micro-batch of full rows: of each text a - 1 - k at step k, or a sample
-        of them."""
-        spec, given = self.recipe.train, self.given
-        texts = spec.rows * spec.row_tokens / (given.prompt + given.answer)
-        of_a_text = [float(max(given.answer - 1 - k, 0)) for k in range(self.head.steps)]
-        return [texts * rows for rows in learned_rows(self.head, of_a_text)]
+    @property
+    def text(self) -> TextCost:
+        """What a training pass takes for one text."""
+        return self.head.of_text(self.given.prompt, self.given.answer, self.recipe.train.loss)
 
     @property
     def steps(self) -> int:
@@ -227,11 +220,8 @@ class Estimate:
 
     @property
     def train_flops(self) -> float:
-        """FLOPs of the head's forward and backward passes over all micro-batches (see heads/cost.py)."""
-        spec = self.recipe.train
-        positions = spec.rows * spec.row_tokens
-        attention = self.head.attention_flops(positions, self.given.prompt + self.given.answer)
-        return self.seen_tokens / positions * (self.head.product_flops(positions, self.rows) + attention)
+        """FLOPs of the head's forward and backward passes over all micro-batches."""
+        return self.seen_tokens / (self.given.prompt + self.given.answer) * self.text.flops
 
     @property
     def seen_tokens(self) -> int:
@@ -269,23 +259,23 @@ class Estimate:
     @property
     def train_file_bytes(self) -> float:
         """Bytes on disk of training: the best head, and the last checkpoint with its optimizer state."""
-        return 4 * (self.head.matrices + self.head.others) + self._state_bytes
+        return 4 * self.head.parameters + self._state_bytes
 
     @property
     def _state_bytes(self) -> float:
         """Bytes of weights and optimizer state: of all parameters in fp32, two moments with AdamW and one with Muon."""
         inner = 4 if self.recipe.train.optimizer == "muon" else 8
-        return (4 + inner) * self.head.matrices + 12 * self.head.others
+        return 12 * self.head.parameters - (8 - inner) * self.head.matrices
 
     @property
     def export_bytes(self) -> float:
         """Bytes on disk of the exported head; with a tuned target also those of the merged model."""
         dtype = self.recipe.export.dtype
         size = self.target.itemsize if dtype == "auto" else DTYPES[dtype].itemsize
-        tuned = tuned_parameters(self.head)
+        tuned = self.head.tuned_parameters
         merged = self.target.parameters if tuned and self.recipe.export.adapter != "keep" else tuned
         embeddings = self.recipe.export.include_embeddings * self.target.vocab * self.target.hidden
-        return float(size * (self.head.matrices + self.head.others + merged + embeddings))
+        return float(size * (self.head.parameters + merged + embeddings))
 
     @property
     def train_bytes(self) -> float:
@@ -301,45 +291,20 @@ class Estimate:
     def pass_bytes(self) -> float:
         """Activations and logits of one micro-batch."""
         spec = self.recipe.train
-        return activation_bytes(self.head, spec.rows * spec.row_tokens, self.rows, spec.loss)
+        return spec.rows * spec.row_tokens / (self.given.prompt + self.given.answer) * self.text.memory
 
     @property
     def evaluate_bytes(self) -> float:
         """Memory of the target, of a tuned target's own weights, and of float32 copies of both where greedy texts are compared
         in float32."""
         exact = self.recipe.evaluate.lossless and 0 in self.recipe.evaluate.temperatures
-        parameters, size = self.target.parameters + tuned_parameters(self.head), self.target.itemsize
+        parameters, size = self.target.parameters + self.head.tuned_parameters, self.target.itemsize
         return float(parameters * (size + 4 if exact and size < 4 else size))
 
     def seconds(self, flops: float) -> float:
         """Return the time that so many FLOPs of the target take on one GPU, in passes over whole texts."""
         rates = self.given.device.rates
         return flops / (self.given.device.flops * self.given.utilisation if rates is None else rates.forward)
-
-
-def tuned_parameters(cost: HeadCost) -> int:
-    """Return how many weights of its own a tuned target has: `tuned_parameters` of the head's costs, 0 without them."""
-    return int(getattr(cost, "tuned_parameters", 0))
-
-
-def learned_rows(cost: HeadCost, rows: Sequence[float]) -> Sequence[float]:
-    """Return how many of a text's supervised rows a head learns from at each step: all, or what `learned_rows` of its costs
-    says, where it is trained on a sample."""
-    sampled = getattr(cost, "learned_rows", None)
-    return rows if sampled is None else sampled(rows)
-
-
-def activation_bytes(cost: HeadCost, positions: float, rows: Sequence[float], loss: LossSpec) -> float:
-    """Return the bytes at the end of the loss, the peak of a training pass.
-
-    What the head keeps; per row and step the draft logits, their fp32 log-softmax and, where a loss needs it backward, the
-    teacher's fp32 distribution; and what the loss of one step works with (`Loss.working`).
-    """
-    losses = [LOSSES[kind] for kind in (loss.kind, *loss.also)]
-    kept = cost.logit_bytes + (8 if any(one.keeps_teacher for one in losses) else 4)
-    logits = cost.draft_vocab * kept * sum(rows)
-    working = cost.draft_vocab * 4 * max(one.working for one in losses) * max(rows)
-    return cost.saved_bytes(positions, rows) + logits + working
 
 
 def parameter_bytes(cost: HeadCost, optimizer: str, gpus: int) -> float:
@@ -350,4 +315,4 @@ def parameter_bytes(cost: HeadCost, optimizer: str, gpus: int) -> float:
     """
     inner = 4 if optimizer == "muon" else 8
     shared = 4 + 4 + 2 + (4 if gpus > 1 else 0)
-    return cost.matrices * (shared + inner) + cost.others * (shared + 8)
+    return cost.parameters * (shared + 8) - cost.matrices * (8 - inner)

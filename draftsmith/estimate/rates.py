@@ -27,10 +27,10 @@ from draftsmith.decoder.clock import Stopwatch
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.verify import Noise, verify
 from draftsmith.errors import UserError
-from draftsmith.estimate.figures import Assumptions, Device, PlannedTarget, Rates, learned_rows
+from draftsmith.estimate.counting import HeadCost
+from draftsmith.estimate.figures import Assumptions, Device, Estimate, PlannedTarget, Rates
 from draftsmith.foreign.code import foreign_code
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
-from draftsmith.heads.cost import HeadCost, head_cost
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import find_method
 from draftsmith.machine import ClockWatch, available_memory
@@ -50,14 +50,13 @@ _SECONDS, _REPEATS = 1.5, 9
 """Seconds, and times, that work is repeated at most, after a first time that does not count."""
 
 
-def measure_device(recipe: Recipe, planned: PlannedTarget, given: Assumptions) -> Device:
-    """Return the device of `given`, this machine's, with the rates at which it does a recipe's work; shows a bar.
-
-    given: the lengths of texts count. Raises UserError where not even a part of the target fits in memory.
-    """
+def measure_device(recipe: Recipe, planned: PlannedTarget, estimate: Estimate) -> Device:
+    """Return the device of an estimate, this machine's, with the rates at which it does a recipe's work; shows a bar. Raises
+    UserError where not even a part of the target fits in memory."""
+    given = estimate.given
     watch = ClockWatch()
     with Bar(total=6, desc="measuring this machine", unit="step") as bar:
-        bench = _Bench.make(recipe, planned, given)
+        bench = _Bench.make(recipe, planned, given, estimate.head.aux_layers)
         bar.update()
         forward = bench.extraction()
         bar.update()
@@ -81,25 +80,24 @@ class _Bench:
     target: Target
     shape: TargetShape
     head: DraftHead | None
-    cost: HeadCost
+    cost: HeadCost | None
     given: Assumptions
 
     @classmethod
-    def make(cls, recipe: Recipe, planned: PlannedTarget, given: Assumptions) -> "_Bench":
-        """Make the target, or some of its layers, and the head."""
-        aux = head_cost(recipe.method, recipe.head, planned.shape).aux_layers
+    def make(cls, recipe: Recipe, planned: PlannedTarget, given: Assumptions, aux: int) -> "_Bench":
+        """Make the target, or some of its layers, and the head, which reads `aux` of them."""
         target = _make_target(recipe, planned, given.device, fewest=max(2, aux))
         options, own = recipe.head, shape_of_model(target.model, planned.shape.itemsize)
         whole = own.layers == planned.shape.layers
         if not whole and hasattr(options, "layer_ids"):
             options = replace(options, layer_ids=list(range(aux)))
         started = any(getattr(options, key, None) for key in getattr(options, "MODELS", ()))
-        head = None
+        head = cost = None
         if not started and (whole or not getattr(options, "layers_from_target", None)):
             size = draft_vocab_size_of(options)
             vocab = None if size is None or size >= own.vocab else torch.arange(size)
             head = find_method(recipe.method).build(options, target, vocab).to(target.device).train()
-        cost = head_cost(recipe.method, options, own)
+            cost = HeadCost(recipe.method, options, own, recipe.target.path)
         return cls(recipe, target, own, head, cost, given)
 
     @property
@@ -150,7 +148,7 @@ class _Bench:
 
     def training(self) -> float | None:
         """Return the FLOP/s of the head's forward and backward pass over texts, the loss included; None without a head."""
-        if self.head is None:
+        if self.head is None or self.cost is None:
             return None
         head, spec, length = self.head, self.recipe.train, self._length
         texts = self._texts()
@@ -164,10 +162,8 @@ class _Bench:
             head_loss(output, batch, self.target.head, head.draft_vocab, spec.loss).loss_sum.backward()
 
         answer = int(texts[0].mask.sum())
-        rows = [float(len(known) * max(answer - 1 - k, 0)) for k in range(self.cost.steps)]
-        positions = len(known) * length
-        flops = self.cost.product_flops(positions, learned_rows(self.cost, rows))
-        return (flops + self.cost.attention_flops(positions, length)) / _time(job, self.target.device)
+        flops = len(known) * self.cost.of_text(length - answer, answer, spec.loss).flops
+        return flops / _time(job, self.target.device)
 
 
 def _make_target(recipe: Recipe, planned: PlannedTarget, device: Device, fewest: int) -> Target:

@@ -12,11 +12,11 @@ from draftsmith.data.answers.generate import split_heldout
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.store import FeatureSource, readable_bytes
 from draftsmith.errors import UserError
+from draftsmith.estimate.counting import HeadCost
 from draftsmith.eval.training.history import read_history, tell, untaught
 from draftsmith.fields import fingerprint_fields
 from draftsmith.foreign.json import read_object
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
-from draftsmith.heads.cost import head_cost
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.vocab import (
     LOW_COVERAGE,
@@ -261,12 +261,11 @@ def initial_head(
 
 
 def _check_size(session: Session) -> None:
-    """Raise UserError if a new head's weights alone take more memory than there is. A method without formulas is not counted."""
+    """Raise UserError if a new head's weights alone take more memory than there is. A head that cannot be built without values is not
+    counted."""
     recipe, target = session.recipe, session.target
-    if find_method(recipe.method).make_cost is None:
-        return
-    cost = head_cost(recipe.method, recipe.head, shape_of_model(target.model, target.dtype.itemsize))
-    needed, there = 4 * (cost.matrices + cost.others), memory_of(session.device)
+    cost = HeadCost(recipe.method, recipe.head, shape_of_model(target.model, target.dtype.itemsize), recipe.target.path)
+    needed, there = 0 if cost.guessed else 4 * cost.parameters, memory_of(session.device)
     if needed > there:
         device = "this machine" if session.device == "cpu" else f"the GPU {session.device}"
         raise UserError(

@@ -13,6 +13,7 @@ Measured in docs/results/decoder/products.json.
 """
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -64,6 +65,11 @@ def _packs(x: Tensor, weight: Tensor) -> bool:
         and not torch.is_autocast_enabled("cpu")
         and _has_kernel()
     )
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which operations on the device of `x` run in the dtype of what they are given."""
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 @cache

@@ -3,7 +3,7 @@
 Symbols: n layers, H hidden, N query heads, G key/value heads, D head size, V vocab, L tokens of a text.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ class TargetShape:
 
     parameters: all of them. lookup: those that are only looked up (an input embedding that is not the output
     projection too). experts: those inside experts, of which a token uses the share expert_share. windows: per layer,
-    the most tokens that a token attends to, None without a limit. itemsize: bytes per weight.
+    the most tokens that a token attends to, None without a limit. itemsize: bytes per weight. config: of transformers.
     """
 
     layers: int
@@ -37,6 +37,7 @@ class TargetShape:
     windows: tuple[int | None, ...]
     context: int
     itemsize: int
+    config: Any = field(compare=False, repr=False)
 
     @property
     def tied(self) -> bool:
@@ -122,4 +123,5 @@ def shape_of_model(model: Any, itemsize: int) -> TargetShape:
         windows=tuple(window if kind in ("sliding_attention", "any") else None for kind in types),
         context=context_of(text) or 1 << 20,
         itemsize=itemsize,
+        config=model.config,
     )

@@ -20,7 +20,7 @@ from draftsmith.errors import UserError
 from draftsmith.progress import say
 from draftsmith.target.folder import eos_ids_of, fingerprint_directory
 from draftsmith.target.identity import TargetIdentity, identify_directory
-from draftsmith.target.kernels import fuse_norms, linear, pack_linears
+from draftsmith.target.kernels import fuse_norms, linear, pack_linears, without_autocast
 from draftsmith.target.pretrained import open_model
 from draftsmith.target.probe import check_target
 
@@ -78,7 +78,7 @@ class TargetHead(nn.Module):
         scale and softcap run in float32. Gradients flow to `hidden`, never to the weights.
         """
         weight, bias = (self.weight, self.bias) if columns is None else self._select(columns)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             logits = linear(hidden.to(weight.dtype), weight, bias).float()
             if self.scale != 1.0:
                 logits = logits * self.scale

@@ -23,6 +23,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.data.packing import plan_passes
 from draftsmith.errors import UserError
 from draftsmith.storage import fingerprint
+from draftsmith.target.kernels import without_autocast
 from draftsmith.target.target import Target, find_decoder
 
 _LINEAR = (nn.Linear, Conv1D)
@@ -118,7 +119,7 @@ class TunedTarget:
         if not self.spec.lm_head:
             return head.logits(states)
         projection = self.model.get_base_model().get_output_embeddings()
-        with torch.autocast(states.device.type, enabled=False):
+        with without_autocast(states):
             change = _change(projection, states.float())
             logits = F.linear(states.to(head.weight.dtype), head.weight, head.bias).float() + change
             logits = logits * head.scale

@@ -15,7 +15,6 @@ METHOD = Method(
     __name__,
     options=":DFlashOptions",
     drafter="draftsmith.heads.block.drafter:DFlashDrafter",
-    cost="cost:DFlashCost",
     formats="formats",
     trees=frozenset({"static", "drawn"}),
 )

@@ -6,6 +6,5 @@ METHOD = Method(
     __name__,
     options="options:DraftLmOptions",
     drafter="drafter:DraftLmDrafter",
-    cost="cost:DraftLmCost",
     formats="formats",
 )

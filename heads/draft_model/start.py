@@ -17,7 +17,7 @@ from draftsmith.heads.draft_model.options import SIZES, DraftLmOptions
 from draftsmith.heads.formats.recognise import is_head_config
 from draftsmith.heads.layers.config import LAYER_KEYS, LONGEST_CONTEXT, check_heads, rope_parameters
 from draftsmith.target.folder import hash_tokenizer
-from draftsmith.target.pretrained import open_model
+from draftsmith.target.pretrained import load_config, open_model
 from draftsmith.target.target import Target
 from draftsmith.target.tokens import check_same_tokens
 
@@ -119,13 +119,16 @@ def _new_config(options: DraftLmOptions, target: Target) -> LlamaConfig:
 
 
 def _from_model(path: str, target: Target) -> Start:
-    """The weights of another model in a folder or on the Hub, in fp32."""
+    """The weights of another model in a folder or on the Hub, in fp32; for a target without values the sizes alone."""
     if is_head_config(Path(path) / "config.json"):
         raise UserError(
             f"head.init_from names {path}, which holds a draft head: give the folder of a whole model, or go on from this draft "
             "with train.warm_start."
         )
     try:
+        what, remedy = f"The model {path}", "take another one, or start from scratch"
+        if target.device.type == "meta":
+            return read_llama(load_config(path, what="the model"), what, remedy), None
         opened = open_model(
             path, dtype="float32", device=target.device, attn_implementation="sdpa", trust_remote_code=False
         )
@@ -133,8 +136,7 @@ def _from_model(path: str, target: Target) -> Start:
             raise UserError(
                 f"{path} is the target itself; take a smaller model, or some of its layers (head.layers_from_target)."
             )
-        what = f"The model {path}"
-        config = read_llama(opened.model.config, what, "take another one, or start from scratch")
+        config = read_llama(opened.model.config, what, remedy)
         check_vocabulary(what, config.vocab_size, target)
         if target.directory is not None and hash_tokenizer(opened.directory) is None:
             read_tokenizer(path)  # says what is missing, and fetches a Hub model's

@@ -6,6 +6,5 @@ METHOD = Method(
     __name__,
     options="options:DSparkOptions",
     drafter="drafter:DSparkDrafter",
-    cost="cost:DSparkCost",
     formats="formats",
 )

@@ -6,7 +6,6 @@ METHOD = Method(
     __name__,
     options="options:Eagle1Options",
     drafter="draftsmith.heads.eagle.drafter:EagleDrafter",
-    cost="cost:Eagle1Cost",
     formats="formats",
     trees=frozenset({"static", "drawn", "dynamic"}),
     launcher="eagle.py",

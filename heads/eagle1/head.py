@@ -97,7 +97,8 @@ class Eagle1Head(EagleHead):
         width, length = self.options.noise, self.options.noise_length
         if not width:
             return hidden
-        uniform = uniforms(batch.seeds.flatten(), batch.position.flatten(), NOISE, hidden.shape[-1])
+        seeds, position = (x.flatten().to(hidden.device) for x in (batch.seeds, batch.position))
+        uniform = uniforms(seeds, position, NOISE, hidden.shape[-1])
         noise = (2 * uniform.view(hidden.shape).to(hidden.dtype) - 1) * width
         if length is not None:
             noise = noise * (length / _document_tokens(batch.document))[..., None]

@@ -6,7 +6,6 @@ METHOD = Method(
     __name__,
     options="options:Eagle3Options",
     drafter="draftsmith.heads.eagle.drafter:EagleDrafter",
-    cost="cost:Eagle3Cost",
     formats="formats",
     trees=frozenset({"static", "drawn", "dynamic"}),
     launcher="eagle.py",

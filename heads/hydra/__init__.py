@@ -6,7 +6,6 @@ METHOD = Method(
     __name__,
     options="options:HydraOptions",
     drafter="drafter:HydraDrafter",
-    cost="cost:HydraCost",
     formats="formats",
     trees=frozenset({"static", "drawn"}),
 )

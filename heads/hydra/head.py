@@ -128,7 +128,8 @@ class Dropper:
     def __call__(self, x: Tensor) -> Tensor:
         """[R, width] -> the same, dropped and scaled; no two calls draw the same."""
         width = x.shape[-1]
-        stay = kept(self.keys_R, self.counter_R, (self.number << 8) + DROP, self.used, width, self.rate)
+        keys_R, counter_R = self.keys_R.to(x.device), self.counter_R.to(x.device)
+        stay = kept(keys_R, counter_R, (self.number << 8) + DROP, self.used, width, self.rate)
         self.used += width + -width % 4
         return x.masked_fill(~stay, 0.0) / (1 - self.rate)
 

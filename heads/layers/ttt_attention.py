@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from draftsmith.heads.layers.causal_kernels import Attended, causal_attention, causal_backward, gpu_kernel_takes
 from draftsmith.heads.layers.row_plan import RowPlan
+from draftsmith.target.kernels import without_autocast
 
 
 def ttt_attention(
@@ -37,7 +38,7 @@ def ttt_attention(
         q, k, v, own_k, own_v = (x.float() for x in inputs)
         return merged_attention(q, k, v, own_k, own_v, plan, scale).to(dtype)
     # Where no document has two tokens the kernel would choose another layout, and there is nothing to save.
-    if gpu_kernel_takes(q_RHD) and any(tokens > 1 for _, tokens in plan.spans):
+    if q_RHD.is_meta or (gpu_kernel_takes(q_RHD) and any(tokens > 1 for _, tokens in plan.spans)):
         q, k, v, own_k, own_v = (x.to(dtype) for x in inputs)
         return merged_attention(q, k, v, own_k, own_v, plan, scale)
     return eager_ttt_attention(*inputs, plan, scale)
@@ -84,7 +85,7 @@ class _MergedAttention(torch.autograd.Function):
         ctx: Any, q_RHD: Tensor, k: Tensor, v: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, plan: RowPlan, scale: float
     ) -> Tensor:
         # Autocast would take the products of the merge to half precision, here but not in the backward pass.
-        with torch.autocast(q_RHD.device.type, enabled=False):
+        with without_autocast(q_RHD):
             whole = causal_attention(q_RHD, k, v, plan, scale)
             if len(k_SRGD):
                 whole = _merge(q_RHD, whole, k_SRGD, v_SRGD, scale)
@@ -97,7 +98,7 @@ class _MergedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_RHD: Tensor) -> tuple[Tensor | None, ...]:
         q_RHD, k, v, k_SRGD, v_SRGD, out_RHD, lse_RH = ctx.saved_tensors
-        with torch.autocast(q_RHD.device.type, enabled=False):
+        with without_autocast(q_RHD):
             causal = causal_backward(grad_RHD, q_RHD, k, v, Attended(out_RHD, lse_RH), ctx.plan, ctx.scale)
             d_q, d_k_SRGD, d_v_SRGD = _diagonal_backward(grad_RHD, q_RHD, k_SRGD, v_SRGD, out_RHD, lse_RH, ctx.scale)
         d_q_RHD = (causal.q_RHD + d_q).to(q_RHD.dtype)

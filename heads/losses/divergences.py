@@ -111,18 +111,14 @@ class Loss:
     """One loss that `train.loss.kind` can name: by the name of its function.
 
     function: ([R, W] log q, teacher, **parameters) -> [R]. formula, summary: for docs/train-a-head.md; `--help` has the summary.
-    working: what computing it holds at a time, in [R, W] of fp32: p, a copy of p for the step at hand, and what the loss makes
-    of p and q; `pytest tests/heads/test_cost.py -k "peak and NAME"` measures it. recomputed: the backward pass computes the
-    function again instead of keeping its distributions, up to six more [R, W] per step. keeps_teacher: the backward pass needs p
-    besides log q. parameters: its numbers, fields of `LossSpec`.
+    recomputed: the backward pass computes the function again instead of keeping its distributions, up to six more [R, W] per step.
+    parameters: its numbers, fields of `LossSpec`.
     """
 
     function: Callable[..., Tensor]
     formula: str
     summary: str
-    working: int
     recomputed: bool = True
-    keeps_teacher: bool = True
     parameters: tuple[str, ...] = ()
 
     @property
@@ -137,56 +133,47 @@ LOSSES: dict[str, Loss] = {
             kl,
             "Σ p' log(p'/q)",
             "forward KL, for which the draft covers whatever the target may say",
-            working=2,
             recomputed=False,
         ),
         Loss(
             reverse_kl,
             "Σ q log(q/p')",
             "reverse KL, for which the draft keeps to what the target says for certain, surer and less varied",
-            working=4,
         ),
         Loss(
             jsd,
             "β Σ p' log(p'/m) + (1-β) Σ q log(q/m), m = βp' + (1-β)q",
             "between the two by beta, which gives beta * kl near 0 and (1 - beta) * reverse_kl near 1",
-            working=7,
             parameters=("beta",),
         ),
         Loss(
             soft_ce,
             "-Σ p' log q",
             "cross-entropy with the target's distribution, the gradient of kl and the value that other trainers print",
-            working=2,
             recomputed=False,
         ),
         Loss(
             tv,
             "1 - Σ min(p, q)",
             "total variation, the rejection rate itself, with weak gradients far from the target, so after another loss",
-            working=3,
         ),
         Loss(
             lk_alpha,
             "-log Σ min(p, q)",
             "the logarithm of the acceptance rate, like tv with stronger gradients where little is accepted",
-            working=3,
         ),
         Loss(
             lk_hybrid,
             "λ·`kl` + (1-λ)·`tv`, λ = `lk_scale`·exp(-`lk_decay`·Σ min(p, q))",
             "kl at first, tv once drafts are accepted",
-            working=4,
             parameters=("lk_scale", "lk_decay"),
         ),
         Loss(
             hard_ce,
             "-log q(x)",
             "cross-entropy with the text's own token x alone, as Medusa was published",
-            working=3,
             recomputed=False,
-            keeps_teacher=False,
         ),
     )
 }
-"""The losses by name. Validation, `--help`, the plan's memory, the docs' table and the tests read it."""
+"""The losses by name. Validation, `--help`, the docs' table and the tests read it."""

@@ -6,7 +6,6 @@ METHOD = Method(
     __name__,
     options="options:MedusaOptions",
     drafter="drafter:MedusaDrafter",
-    cost="cost:MedusaCost",
     formats="formats",
     trees=frozenset({"static", "drawn"}),
     launcher="medusa.py",

@@ -6,7 +6,6 @@ METHOD = Method(
     __name__,
     options="options:Medusa2Options",
     drafter="draftsmith.heads.medusa.drafter:MedusaDrafter",
-    cost="cost:Medusa2Cost",
     trees=frozenset({"static", "drawn"}),
     served_as="medusa",
     launcher="medusa.py",

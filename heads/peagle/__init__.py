@@ -6,7 +6,6 @@ METHOD = Method(
     __name__,
     options="options:PEagleOptions",
     drafter="drafter:PEagleDrafter",
-    cost="cost:PEagleCost",
     formats="formats",
     trees=frozenset({"static", "drawn"}),
 )

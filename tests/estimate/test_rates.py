@@ -11,7 +11,7 @@ import torch
 from draftsmith.cli.main import main
 from draftsmith.estimate import rates
 from draftsmith.estimate.estimate import Estimate, assume, make_estimate
-from draftsmith.estimate.figures import PlannedTarget, device_here, learned_rows
+from draftsmith.estimate.figures import PlannedTarget, device_here
 from draftsmith.heads.registry import methods
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
@@ -36,8 +36,8 @@ def measured(recipe: Recipe) -> Estimate:
     """The plan for a target of 16 layers, as the tiny recipes have one."""
     config = tiny_model("llama", num_hidden_layers=16).config
     planned = PlannedTarget(config, shape_of(config, 4), "float32")
-    given = assume(recipe, planned.shape, device_here("cpu"))
-    device = rates.measure_device(recipe, planned, given)
+    estimate = make_estimate(recipe, planned.shape, 400, assume(recipe, planned.shape, device_here("cpu")))
+    device = rates.measure_device(recipe, planned, estimate)
     return make_estimate(recipe, planned.shape, 400, assume(recipe, planned.shape, device))
 
 
@@ -58,9 +58,7 @@ def test_a_plan_gives_the_measured_seconds_back() -> None:
         assert made.pass_seconds(rows, tokens, made.context) == pytest.approx(SECONDS)
     between = made.pass_seconds(1, 3, made.context)
     assert between == pytest.approx(3 * made.target.step_flops(made.context) / given.device.rates.of_pass(3))
-    rows_k = [float(texts * max(given.answer - 1 - k, 0)) for k in range(made.head.steps)]
-    flops = made.head.product_flops(texts * length, learned_rows(made.head, rows_k))
-    flops += made.head.attention_flops(texts * length, length)
+    flops = texts * made.head.of_text(given.prompt, given.answer, recipe.train.loss).flops
     assert made.train_pass_seconds(flops) == pytest.approx(SECONDS)
     assert given.device.bandwidth == pytest.approx(made.target.touched_bytes(1) / SECONDS)
 

@@ -21,7 +21,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.selfcheck import check_decoding
 from draftsmith.estimate.estimate import Estimate, assume, comment, make_estimate
 from draftsmith.estimate.figures import find_device
-from draftsmith.heads.draft_model import cost as head_costs_draft_lm
+from draftsmith.heads.draft_model import start
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import methods
@@ -48,9 +48,7 @@ SMALL = sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPE
 
 @pytest.fixture(autouse=True)
 def _draft_models_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        head_costs_draft_lm, "load_config", lambda path, what: config(f"drafts/{path.split('/')[1].lower()}")
-    )
+    monkeypatch.setattr(start, "load_config", lambda path, what: config(f"drafts/{path.split('/')[1].lower()}"))
 
 
 def model_of(name: str) -> str:

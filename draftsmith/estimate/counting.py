@@ -1,0 +1,245 @@
+"""What training a head takes, counted on the head itself: it is built and run on torch's meta device, where tensors have shapes
+and no memory.
+
+Tokens, masks and positions have values, since heads choose rows by them; states and weights have none, and a question about
+their values is answered with one. FLOPs are those of the products and of the attention, forward and backward. Bytes are those of
+the tensors that live when most do, from the forward pass to the gradients of the logits, under bf16 autocast.
+
+Shapes: B texts, L tokens of a text, N query heads, G key/value heads, D head size.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import AutoModelForCausalLM
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError, first_line
+from draftsmith.foreign.code import foreign_code
+from draftsmith.heads.base import DraftHead, draft_vocab_size_of
+from draftsmith.heads.losses.head_loss import head_loss
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.registry import find_method
+from draftsmith.recipe.schema import TrainSpec
+from draftsmith.target.config import attention_of
+from draftsmith.target.shape import TargetShape
+from draftsmith.target.target import Target, TargetOutput
+from draftsmith.train.optimizers import Muon, build_optimizers
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TextCost:
+    """What a training pass takes for one text. products, attention: FLOPs. memory: bytes of activations and logits, without the
+    weights' copies in bf16."""
+
+    products: float
+    attention: float
+    memory: float
+
+    @property
+    def flops(self) -> float:
+        """All FLOPs."""
+        return self.products + self.attention
+
+
+class HeadCost:
+    """The costs of a head that these options make for a target of these dimensions.
+
+    guessed: says in a line what is guessed, where the head cannot be built or run without values; "" where all is counted.
+    Raises UserError for options that do not fit the target.
+    """
+
+    def __init__(self, method: str, options: Any, target: TargetShape, path: str = "") -> None:
+        self._target, self._texts, self.guessed = _ShapeTarget.of(target, path), dict[str, TextCost](), ""
+        self._window = min((w for w in target.windows if w is not None), default=None)
+        self.draft_vocab = min(draft_vocab_size_of(options) or target.vocab, target.vocab)
+        vocab = torch.arange(self.draft_vocab) if self.draft_vocab < target.vocab else None
+        if getattr(options, "mask_token_id", 0) is None:
+            options = replace(options, mask_token_id=0)  # the tokenizer is not at hand, and any token costs the same
+        self.aux_layers, self.matrices, self.tuned_parameters = 0, 0, 0
+        self.parameters = (target.parameters - target.lookup) // target.layers
+        with self._else_guess("a head of the size of one layer of the target, as it cannot be built"), _Meter():
+            self.head: DraftHead = find_method(method).build(options, self._target, vocab).train()
+            self._measure()
+
+    @contextmanager
+    def _else_guess(self, what: str) -> Iterator[None]:
+        """Keep what is guessed, and say so, where code fails because no weight and no state has a value."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a head of another package does with what it is told
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            self.guessed = self.guessed or f"training: {what} without the values of weights ({reason})"
+
+    def _measure(self) -> None:
+        """Read the sizes of the head. matrices: trained parameters that Muon would take; AdamW takes the others in any case.
+        tuned_parameters: weights of its own that a tuned target has, of each matrix that an adapter changes."""
+        self.aux_layers = len(self.head.reads.layer_ids)
+        trained = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
+        self.parameters = sum(p.numel() for p in trained.values())
+        made = build_optimizers(self.head, TrainSpec(optimizer="muon"))
+        groups = [group for one in made if isinstance(one, Muon) for group in one.param_groups]
+        self.matrices = sum(p.numel() for group in groups for p in group["params"])
+        factors = [(a, trained[name.replace("lora_A", "lora_B")]) for name, a in trained.items() if "lora_A" in name]
+        self.tuned_parameters = sum(a.shape[1] * b.shape[0] for a, b in factors)
+
+    def of_text(self, prompt: int, answer: int, loss: LossSpec) -> TextCost:
+        """Return what a training pass takes for a text of so many tokens of prompt and answer."""
+        key = repr((prompt, answer, loss))
+        if key not in self._texts:
+            guess = TextCost(6.0 * self.parameters * (prompt + answer), 0.0, 10.0 * answer * self.draft_vocab)
+            self._texts[key] = guess
+            with self._else_guess("each token passes each weight once, as the head cannot run"):
+                self._texts[key] = self._count(prompt, answer, loss)
+        return self._texts[key]
+
+    def _count(self, prompt: int, answer: int, loss: LossSpec) -> TextCost:
+        """Run forward pass and loss of one text, and take the gradients of the logits."""
+        head, target = self.head, self._target
+        batch = _text(target, self.aux_layers, prompt, answer)
+        target.head.logits(batch.last, head.draft_vocab)  # which keeps its rows of the draft vocabulary
+        with _Meter(getattr(head, "window", None) or self._window) as meter:
+            with _Autocast() as autocast:
+                output = head(batch, head.trains.steps)
+            with _Mixed():
+                scored = head_loss(output, batch, target.head, head.draft_vocab, loss)
+                steps = output.steps if output.tuned is None else (*output.steps, output.tuned)
+                torch.autograd.grad(scored.loss_sum, [step.logits for step in steps], allow_unused=True)
+        copies = sum(copy.untyped_storage().nbytes() for _, copy in autocast.copies.values())
+        return TextCost(meter.products, meter.attention, meter.most - copies)
+
+
+class _ShapeTarget(Target):
+    """A target of shapes alone, whose states nothing is computed for."""
+
+    @classmethod
+    def of(cls, shape: TargetShape, path: str) -> "_ShapeTarget":
+        """Build the model of a target's config on the meta device."""
+        dtype, attention = {4: torch.float32}.get(shape.itemsize, torch.bfloat16), attention_of(shape.config, "sdpa")
+        with foreign_code("No model can be built from the target's config", "check its path"), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype, attn_implementation=attention)
+        return cls(model, path=path, fingerprint="")
+
+    def forward(self, input_ids: Tensor, *, layer_ids: tuple[int, ...] = (), **others: Any) -> TargetOutput:
+        states = [self.embedding.new_empty(*input_ids.shape, n * self.hidden_size) for n in (len(layer_ids), 1)]
+        return TargetOutput(*states)
+
+
+def _text(target: Target, layers: int, prompt: int, answer: int) -> TrainBatch:
+    """Return a batch of one text, whose states have shapes alone."""
+    place = torch.arange(prompt + answer)[None]
+    states = target.forward(place, layer_ids=tuple(range(layers)))
+    token, none = place % target.vocab_size, torch.zeros_like(place)
+    return TrainBatch(token, place >= prompt, none, place, states.aux, states.last, none, none.float())
+
+
+class _Meter(TorchDispatchMode):
+    """Count the FLOPs of all operations, with those of their backward pass, and the bytes of the tensors without values that
+    live at once; answer questions about values with one. window: how many tokens a row sees, None for all."""
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__()
+        self.window, self.products, self.attention = window, 0.0, 0.0
+        self.most = self._alive = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            return 1.0 if args[0].is_floating_point() else 1
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for made in tree_leaves(out):
+            if isinstance(made, Tensor) and made.is_meta and made.untyped_storage()._cdata not in given:
+                self._note(made.untyped_storage())
+        self._count(func, args, kwargs or {}, out)
+        return out
+
+    def _note(self, storage: Any) -> None:
+        self._change(storage.nbytes())
+        weakref.finalize(storage, self._change, -storage.nbytes())
+
+    def _change(self, size: int) -> None:
+        self._alive += size
+        self.most = max(self.most, self._alive)
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Add the FLOPs of a product, and as many for each factor that needs a gradient; of causal attention two products of 2*N*D for
+        each pair of tokens forward and five backward."""
+        if func in _FACTORS and args[_FACTORS[func]].is_meta:
+            left, right = args[_FACTORS[func]], args[_FACTORS[func] + 1]
+            self.products += 2 * out.numel() * left.shape[-1] * (1 + left.requires_grad + right.requires_grad)
+        elif func is aten._scaled_dot_product_flash_attention_for_cpu.default:
+            texts, heads, length, size = args[0].shape
+            window = length if kwargs.get("attn_mask") is None else min(self.window or length, length)
+            self.attention += 7 * 2 * texts * heads * size * (window * length - window**2 / 2)
+
+
+_FACTORS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}
+"""Products, and where the first of their two factors stands among the arguments."""
+
+
+class _Mixed(TorchFunctionMode):
+    """Let operations take tensors with and without values together; indices stay as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mixed = len({x.is_meta for x in tree_leaves(args) if isinstance(x, Tensor)}) == 2
+        if mixed and func not in (Tensor.__getitem__, Tensor.__setitem__):
+            args = tree_map_only(Tensor, lambda x: x.to("meta"), args)
+        return func(*args, **(kwargs or {}))
+
+
+class _Autocast(_Mixed):
+    """Autocast to bf16, which torch has not for the meta device, and what a GPU computes otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+        """Weights and their copies, by the ids of the weights."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _HALF:
+            args, kwargs = tree_map_only(Tensor, self._half, (args, kwargs or {}))
+        if func in _OF_GPUS:
+            return _OF_GPUS[func](*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _half(self, x: Tensor) -> Tensor:
+        if x.dtype != torch.float32:
+            return x
+        if not isinstance(x, nn.Parameter):
+            return x.to(torch.bfloat16)
+        if id(x) not in self.copies:
+            self.copies[id(x)] = x, x.to(torch.bfloat16)
+        return self.copies[id(x)][1]
+
+
+_HALF = (F.linear, F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm)
+"""The operations that heads use of those which autocast takes to bf16."""
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Drop with a mask of one byte per number."""
+    return torch.native_dropout(x, p, training)[0]
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *others: Any, **options: Any
+) -> Tensor:
+    """Attend by a flash kernel, causally or within a mask."""
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+    return kernel(q, k, v, 0.0, attn_mask is None, attn_mask=attn_mask)[0]
+
+
+_OF_GPUS = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}

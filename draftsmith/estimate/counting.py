@@ -9,7 +9,7 @@ Shapes: B texts, L tokens of a text, N query heads, G key/value heads, D head si
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -242,4 +242,4 @@ def _attention(
     return kernel(q, k, v, 0.0, attn_mask is None, attn_mask=attn_mask)[0]
 
 
-_OF_GPUS = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}
+_OF_GPUS: dict[Any, Callable[..., Tensor]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}

@@ -264,7 +264,7 @@ def _check_size(session: Session) -> None:
     """Raise UserError if a new head's weights alone take more memory than there is. A head that cannot be built without values is not
     counted."""
     recipe, target = session.recipe, session.target
-    cost = HeadCost(recipe.method, recipe.head, shape_of_model(target.model, target.dtype.itemsize), recipe.target.path)
+    cost = HeadCost(recipe.method, recipe.head, shape_of_model(target.model, target.dtype.itemsize), target.path)
     needed, there = 0 if cost.guessed else 4 * cost.parameters, memory_of(session.device)
     if needed > there:
         device = "this machine" if session.device == "cpu" else f"the GPU {session.device}"

@@ -60,16 +60,16 @@ class CostPoint:
 
     def verify(self, tokens: int) -> float:
         """Return the target's pass over `tokens` tokens a row, between measured sizes by straight lines."""
-        return _between(self.verify_ms, tokens)
+        return between(self.verify_ms, tokens)
 
     def draft(self, drafter: str, k: int) -> float:
         """Return what proposing takes, between measured lengths by straight lines."""
-        return _between(self.draft_ms[drafter], k)
+        return between(self.draft_ms[drafter], k)
 
     def whole(self, drafter: str, k: int) -> float | None:
         """Return a whole round, between measured lengths by straight lines; None outside them."""
         lengths = sorted(map(int, self.round_ms[drafter]))
-        return _between(self.round_ms[drafter], k) if lengths[0] <= k <= lengths[-1] else None
+        return between(self.round_ms[drafter], k) if lengths[0] <= k <= lengths[-1] else None
 
     @property
     def largest(self) -> int:
@@ -83,7 +83,8 @@ class CostPoint:
         return sum(ms for costs in kinds for ms in costs.values())
 
 
-def _between(costs: dict[str, float], size: int) -> float:
+def between(costs: dict[str, float], size: int) -> float:
+    """Return the cost of a size, by a straight line between the measured ones beside it."""
     sizes = sorted(map(int, costs))
     return float(np.interp(size, sizes, [costs[str(n)] for n in sizes]))
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import StaticTree
+from draftsmith.eval.clocks.cost_table import between
 from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.results.result import Costs
@@ -65,8 +66,7 @@ class TreeCosts:
 
     def verify_ms(self, tokens: int) -> float:
         """Return the milliseconds of a target pass over `tokens` tokens."""
-        sizes = sorted(int(size) for size in self.measured.verify_ms)
-        return float(np.interp(tokens, sizes, [self.measured.verify_ms[str(size)] for size in sizes]))
+        return between(self.measured.verify_ms, tokens)
 
     def draft_ms(self, tree: StaticTree) -> float:
         """Return the milliseconds that proposing `tree` takes, from trees of its depth."""

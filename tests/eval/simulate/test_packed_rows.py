@@ -10,7 +10,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.sampling import Sampling, probs
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, seen_in_text, token_ranks
+from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, token_ranks
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.target.target import TargetHead
 from tests.eval.simulate.test_acceptance import make_batch
@@ -188,16 +188,6 @@ def test_a_tuned_target_accepts_the_overlap(sampling: Sampling, greedy_drafts: b
     found = acceptance(output, batch, head, None, sampling, greedy_drafts=greedy_drafts)
     assert found.off_text == 0
     check(found, expected)
-
-
-def test_seen_tokens_are_those_of_the_document_so_far() -> None:
-    batch, _ = packed_case(Sampling(1.0))
-    positions = torch.arange(24)[DOCUMENTS.flatten() >= 0]
-    seen = seen_in_text(batch, positions, W7)
-    document = DOCUMENTS.flatten().tolist()
-    for at, found in zip(positions.tolist(), seen, strict=True):
-        before = [i for i in range(at // 12 * 12, at + 1) if document[i] == document[at]]
-        assert found.nonzero()[:, 0].tolist() == sorted({int(batch.ids.flatten()[i]) for i in before})
 
 
 @pytest.mark.parametrize(

@@ -99,13 +99,11 @@ def plain(tensors: Tensors) -> Tensors:
 REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], Any, str]] = {
     "modelopt without a name": (each(modelopt), None, r"down_proj.weight as F8_E4M3.*names no quantization_config"),
     "modelopt": (each(modelopt), {"quant_method": "modelopt", "quant_algo": "FP8"}, f"'modelopt', {NOT_READ}"),
-    "exl2": (plain, {"quant_method": "exl2", "bits": 4}, f"'exl2', {NOT_READ}"),
     "a number": (plain, {"quant_method": 7}, f"the format 7, {NOT_READ}"),
     "mlx": (each(mlx), {"group_size": 64, "bits": 4}, f"without a name .no quant_method., {NOT_READ}"),
     "mlx without a name": (each(mlx), None, "down_proj.weight as I32, numbers of a quantized weight"),
     "gptq without a name": (each(gptq), None, f"down_proj.qweight and .* {QUANTIZED}"),
     "bitsandbytes without a name": (each(bitsandbytes), None, "down_proj.weight as U8, numbers of a quantized weight"),
-    "float8 without scales": (cast(torch.float8_e4m3fn), None, "down_proj.weight as F8_E4M3, numbers of a quantized"),
     "int64": (also(model__norm__weight=torch.ones(64).long()), None, "model.norm.weight as I64"),
     "fine-grained float8 without scales": (
         cast(torch.float8_e4m3fn),
@@ -116,11 +114,6 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], Any, str]] = {
         lambda tensors: each(fine_grained)(tensors) | {"model.layers.0.self_attn.k_scale": torch.ones(())},
         FINE_GRAINED,
         f"self_attn.k_scale, .* {QUANTIZED}",
-    ),
-    "a scale alone": (
-        also(model__layers__0__mlp__up_proj__weight_scale=torch.ones(())),
-        None,
-        f"weight_scale, .* {QUANTIZED}",
     ),
     **{
         f"{name} beside floats": (
@@ -152,10 +145,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Tensors], Any, str]] = {
         f"{method}: what it needs": (plain, {"quant_method": method, **keys}, f"{needs}.*it is quantized .{method}")
         for method, keys, needs in (
             ("gptq", {"bits": 4}, "optimum"),
-            ("awq", {"bits": 4, "version": "gemm", "zero_point": True}, "gptqmodel"),
             ("bitsandbytes", {"load_in_4bit": True}, "bitsandbytes"),
-            ("compressed-tensors", {}, "compressed-tensors"),
-            ("torchao", {"quant_type": "int4_weight_only"}, "torchao"),
         )
     },
 }

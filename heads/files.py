@@ -91,10 +91,10 @@ def read_weights(
         raise UserError(f"{folder} holds no weights ({missing}): restore them, or fetch the whole head.")
     if file.name == INDEX:
         listed = read_index(file, _FETCH)
-        found = {name: value for part in sorted(set(listed.values())) for name, value in _load(folder / part, device)}
-        if absent := sorted(listed.keys() - found.keys()):
+        tensors = {name: value for part in sorted(set(listed.values())) for name, value in _load(folder / part, device)}
+        if absent := sorted(listed.keys() - tensors.keys()):
             raise UserError(f"{file} lists the tensor {absent[0]}, which its file lacks: fetch the head again.")
-        return file, found
+        return file, tensors
     if file.suffix == ".safetensors":
         return file, dict(_load(file, device))
     # Copies, as a pickle may hold one tensor under several names.

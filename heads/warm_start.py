@@ -21,20 +21,20 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> A
     Fields that say how to train stay those of the recipe. Raises UserError, naming all of them, for other fields whose
     values differ from the head's.
     """
-    found, adopted, apart = _made_of(head, target), {}, []
+    made_of, adopted, apart = _made_of(head, target), {}, []
     for key in (field.name for field in fields(options)):
         asked = getattr(options, key)
-        if key in getattr(options, "TRAINING", ()) or key not in found or asked == found[key]:
+        if key in getattr(options, "TRAINING", ()) or key not in made_of or asked == made_of[key]:
             continue
-        if key == "draft_vocab_size" and asked is not None and asked >= target.vocab_size == found[key]:
+        if key == "draft_vocab_size" and asked is not None and asked >= target.vocab_size == made_of[key]:
             continue
         if asked is None:
-            adopted[key] = found[key]
+            adopted[key] = made_of[key]
         else:
             apart.append(key)
     if apart:
         asked_for = ", ".join(f"head.{key} is {_shown(getattr(options, key))}" for key in apart)
-        has, names = ", ".join(_shown(found[key]) for key in apart), ", ".join(f"head.{key}" for key in apart)
+        has, names = ", ".join(_shown(made_of[key]) for key in apart), ", ".join(f"head.{key}" for key in apart)
         raise UserError(
             f"{asked_for}, but the head that train.warm_start names ({name}) has {has}: set {names} to that, or start from "
             "another head."
@@ -68,11 +68,11 @@ def _made_of(head: DraftHead, target: Target) -> dict[str, Any]:
             f"train.warm_start: heads of {head.method} do not tell their options, so no training can start from one: let "
             'their `describe` return them under "options", or remove train.warm_start.'
         )
-    found = {**spec["options"]}
-    found |= {key: value for key, value in spec.get("layer_config", {}).items() if key in found}
+    described = {**spec["options"]}
+    described |= {key: value for key, value in spec.get("layer_config", {}).items() if key in described}
     vocab_size = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
     ours = {"layer_ids": list(head.reads.layer_ids), "draft_vocab_size": vocab_size}
-    return found | {key: value for key, value in ours.items() if key in found}
+    return described | {key: value for key, value in ours.items() if key in described}
 
 
 def _shown(value: Any) -> str:

@@ -142,8 +142,8 @@ def block_options(path: Path, config: Mapping[str, Any], target: Target) -> dict
 def load_block(path: Path, config: Mapping[str, Any], target: Target, kind: type[Head], options: Any) -> Head:
     """Return the head of that kind with the tensors in the folder `path`."""
     check_block(options.block_size, target.context_length, target.path)
-    file, found = read_weights(path, target.device)
-    tensors = tidy(found, file, target)
+    file, stored = read_weights(path, target.device)
+    tensors = tidy(stored, file, target)
     vocab = take_vocab(tensors, config.get("draft_vocab_size"), file, target)
     held, own = tensors.pop(LM_HEAD, None), target.head.weight if vocab is None else target.head.weight[vocab]
     if held is not None and (held.shape != own.shape or not is_the_same(held, own)):
@@ -180,7 +180,7 @@ def bare_matrix(title: str) -> Rule:
     )
 
 
-def served_by_llama_cpp(method: str, title: str, rules: tuple[Rule, ...], caveats: tuple[str, ...]) -> Served:
+def served_by_llama_cpp(method: str, title: str, rules: tuple[Rule, ...] = (), caveats: tuple[str, ...] = ()) -> Served:
     """Return how llama.cpp takes block drafters, with further rules and caveats for heads of that method."""
     # Its converter of block drafters writes few kinds.
     scaled = Rule(

@@ -72,7 +72,6 @@ LAYOUTS = (
                         lambda files, target, head: files.config["draft_vocab_size"] != files.config["vocab_size"],
                     ),
                 ),
-                caveats=(),
             )
         },
     ),

@@ -82,10 +82,10 @@ def load_draft_model_directory(path: Path | str, target: Target) -> DraftLmHead:
         config = read_llama(LlamaConfig.from_dict(described), f"The model {path}", "give another draft model")
     check_vocabulary(f"The model {path}", config.vocab_size, target)
     check_tokens(str(path), path, target)
-    file, found = read_weights(path, target.device, (WEIGHTS, INDEX, PICKLED))
+    file, stored = read_weights(path, target.device, (WEIGHTS, INDEX, PICKLED))
     with torch.device(target.device), explain_config(path, "Llama", REMEDY):
         head = DraftLmHead(DraftLmOptions(), config)
-    fill(head, _plain(config, found, file), file, remedy=REMEDY)
+    fill(head, _plain(config, stored, file), file, remedy=REMEDY)
     return head
 
 
@@ -110,7 +110,6 @@ LAYOUTS = (
         {
             "vllm": Served(
                 engines.start_vllm("draft_model"),
-                rules=(),
                 caveats=(
                     engines.path_decides("draft_model"),
                     'vLLM drafts greedily at every temperature; `"draft_sample_method": "probabilistic"` beside the method draws '
@@ -120,16 +119,14 @@ LAYOUTS = (
             ),
             "sglang": Served(
                 engines.start_sglang("STANDALONE"),
-                rules=(),
                 caveats=(f"The algorithm is STANDALONE. {engines.SGLANG_ROOT}",),
             ),
-            "tensorrt_llm": Served(engines.start_tensorrt_llm("DraftTarget"), rules=(), caveats=()),
+            "tensorrt_llm": Served(engines.start_tensorrt_llm("DraftTarget")),
             "llama_cpp": Served(
-                engines.start_llama_cpp("draft-simple", whole=True), rules=(), caveats=(engines.LLAMA_CPP_SILENT,)
+                engines.start_llama_cpp("draft-simple", whole=True), caveats=(engines.LLAMA_CPP_SILENT,)
             ),
             "transformers": Served(
                 engines.start_transformers,
-                rules=(),
                 caveats=(
                     "One prompt at a time. It changes the number of drafted tokens as it goes, unless "
                     "`num_assistant_tokens_schedule` is `constant`.",

@@ -29,9 +29,9 @@ def load_dspark_directory(path: Path | str, target: Target) -> DSparkHead:
         rank = int(config["markov_rank"])
     options = DSparkOptions(**block.block_options(path, config, target), markov_rank=rank, confidence_head=confident)
     head = block.load_block(path, config, target, DSparkHead, options)
-    if confident and (found := config.get("confidence_temperatures")) is not None:
+    if confident and (stored := config.get("confidence_temperatures")) is not None:
         with explain_config(path, "list of temperatures", "fetch the head again"):
-            temperatures = torch.tensor(found, dtype=torch.float32)
+            temperatures = torch.tensor(stored, dtype=torch.float32)
             if temperatures.shape != head.temperatures.shape or not bool((temperatures > 0).all()):
                 raise ValueError(f"{len(head.temperatures)} numbers above 0 are needed, one for each slot")
             head.temperatures.copy_(temperatures)
@@ -92,7 +92,6 @@ LAYOUTS = (
             "llama_cpp": block.served_by_llama_cpp(
                 "dspark",
                 "DSpark",
-                rules=(),
                 caveats=(
                     "`--spec-draft-p-min` ends a draft before the first slot whose own confidence is lower. It knows no "
                     "temperatures, and no product over slots: its thresholds are not those of evaluate.drafts.",

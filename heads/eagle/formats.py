@@ -127,7 +127,7 @@ EAGLE3 = FusedSchema(
 
 def _tokens(export: Export) -> int:
     """How many tokens vLLM drafts: as many as the first proposal method says."""
-    K = export.request.num_speculative_tokens
+    K = export.num_speculative_tokens
     if K is None or K < 1:
         raise UserError(
             f"num_speculative_tokens is {K}: the layout {export.head.method}_speculators tells the engine how many tokens to "
@@ -203,8 +203,8 @@ def read_fused(
     """Return the head of that kind described by the flat `config`, with the tensors in `path`. names: of the tensors there; more:
     further fields of the head's options."""
     check_sizes(path, config, target, shapes=True)
-    file, found = read_weights(path, target.device)
-    tensors = names.rename(tidy(found, file, target))
+    file, stored = read_weights(path, target.device)
+    tensors = names.rename(tidy(stored, file, target))
     draft_vocab = take_vocab(tensors, config.get("draft_vocab_size") or target.vocab_size, file, target)
     layer_ids = _read_layer_ids(path, config, target)
     switches = {flag: _switch(path, config, flag) for flag in FLAGS}

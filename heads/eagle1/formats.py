@@ -111,8 +111,8 @@ def load_eagle1_directory(path: Path | str, target: Target) -> Eagle1Head:
     path = Path(path)
     config = read_config(path)
     check_sizes(path, config, target)
-    file, found = read_weights(path, target.device)
-    tensors = tidy(found, file, target)
+    file, stored = read_weights(path, target.device)
+    tensors = tidy(stored, file, target)
     if "fc.weight" not in tensors:
         raise UserError(
             f"{file} lacks the tensor fc.weight, so it is no EAGLE-1 head: give the folder of a draft head."

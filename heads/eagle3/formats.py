@@ -105,7 +105,6 @@ _OTHER_LAYOUT = "export the layout eagle3 for vLLM, SGLang and TensorRT-LLM, or 
 
 _VLLM = Served(
     engines.start_vllm("eagle3"),
-    rules=(),
     caveats=(
         engines.name_the_method("eagle3"),
         "Leave `parallel_drafting` out: it asks for a head that was trained for it, which this is not.",
@@ -172,9 +171,7 @@ LAYOUTS = (
         EAGLE3_SPECULATORS,
         load_speculators_directory,
         {
-            "vllm": Served(
-                engines.start_vllm_speculators, rules=(), caveats=(engines.SPECULATORS_NUMBERS,), needs="states"
-            ),
+            "vllm": Served(engines.start_vllm_speculators, caveats=(engines.SPECULATORS_NUMBERS,), needs="states"),
             "speculators": served_by_speculators("head.hidden_size other than the target's"),
         },
     ),

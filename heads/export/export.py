@@ -17,7 +17,7 @@ from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, borrows_embedding, mo
 from draftsmith.heads.export.readme import README, Exported, write_readme
 from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, split_obstacle
 from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
-from draftsmith.heads.formats.schema import FLOATS, ExportRequest, ModelFiles, flatten, target_reference
+from draftsmith.heads.formats.schema import FLOATS, Export, ModelFiles, flatten, target_reference
 from draftsmith.heads.record import RECORD, what_it_reads, write_record
 from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.target import Target
@@ -118,7 +118,7 @@ def convert_head(
     """
     chosen, head = find_layout(layout, head.method), head.served()
     K = None if num_speculative_tokens is None else head.clamp_draft_length(num_speculative_tokens)
-    files = chosen.schema.write(head, target, ExportRequest(_dtype(dtype, target), K))
+    files = chosen.schema.write(Export(head, target, _dtype(dtype, target), K))
     rules = {rule.name: rule for rule in chosen.schema.tensors}
     if EMBEDDING not in rules:
         files.tensors.pop(EMBEDDING, None)

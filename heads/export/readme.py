@@ -108,9 +108,9 @@ def _section(exported: Exported, engine: str) -> str:
             f"Nobody has asked {known.title} whether it drafts with such heads for a target of the class {joined(kinds or ())}: see "
             "that it counts drafts."
         ]
-    if served.reserved is not None and (found := served.reserved.search(serving.draft.lower())):
+    if served.reserved is not None and (word := served.reserved.search(serving.draft.lower())):
         notes += [
-            f"**The path of this export holds `{found[0]}`, which {known.title} takes for the method: move the folder first.**"
+            f"**The path of this export holds `{word[0]}`, which {known.title} takes for the method: move the folder first.**"
         ]
     how = "" if ran else ", read from its source"
     parts = [f"### {known.title}\n", f"Held against {known.title} {known.version}{how}.\n"]

@@ -106,10 +106,10 @@ def _same_logits(one: Any, other: Any) -> bool:
     ids = torch.randint(vocab_size, (1, 16), generator=generator).to(one.get_input_embeddings().weight.device)
     # Each module's own mode: the wrapped target is never in training.
     were = {module: module.training for module in one.modules()}
-    found = [model.eval()(input_ids=ids, use_cache=False).logits for model in (one, other)]
+    logits = [model.eval()(input_ids=ids, use_cache=False).logits for model in (one, other)]
     for module, training in were.items():
         module.training = training
-    return agree(*found)
+    return agree(*logits)
 
 
 def _merged_readme(method: str, original: Target) -> str:

@@ -226,8 +226,8 @@ def start_sglang(algorithm: str) -> Start:
             return [_shell(*words)]
         # By the smallest batch of each step; the start's own length must be a candidate.
         steps = {f"{first}": {"candidate_steps": [k]} for first, _, k in serving.by_batch}
-        place = os.path.join(serving.files, "adaptive.json")
-        adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", place]
+        path = os.path.join(serving.files, "adaptive.json")
+        adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", path]
         return [Snippet("json", json.dumps(steps, indent=2) + "\n", "adaptive.json"), _shell(*words, adaptive)]
 
     return lines
@@ -290,11 +290,11 @@ def start_llama_cpp(spec_type: str, *, whole: bool = False) -> Start:
 
 def start_transformers(serving: Serving) -> list[Snippet]:
     """transformers' assisted generation."""
-    place, file = serving.target.rsplit("/", 1) if is_gguf(serving.target) else (serving.target, None)
+    model, file = serving.target.rsplit("/", 1) if is_gguf(serving.target) else (serving.target, None)
     gguf = f", gguf_file={json.dumps(file)}" if file else ""
     text = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"target = {json.dumps(place)}\n"
+        f"target = {json.dumps(model)}\n"
         f"tokenizer = AutoTokenizer.from_pretrained(target{gguf})\n"
         f"model = AutoModelForCausalLM.from_pretrained(target{gguf})\n"
         f"draft = AutoModelForCausalLM.from_pretrained({json.dumps(serving.draft)})\n"

@@ -21,22 +21,25 @@ from draftsmith.heads.registry import find_method, is_known, methods, served_met
 from draftsmith.target.gguf_file import is_gguf
 from draftsmith.target.target import Target
 
-Found = Callable[[ModelFiles, Target, DraftHead], bool]
+Condition = Callable[[ModelFiles, Target, DraftHead], bool]
 
 
 @dataclass(frozen=True)
 class Rule:
     """A head that an engine does not compute as it was trained.
 
-    what: the head, in a recipe's words. why follows the engine's name, instead says what to do. found: whether it is such a
-    head. refused: the layout's export is refused; otherwise other engines serve the files, and the README leaves this engine
-    out.
+    Attributes:
+        what: The head, in a recipe's words.
+        why: What the engine does with it; the text follows the engine's name.
+        instead: What to do.
+        applies: Whether a head is such a head, by its files, its target and itself.
+        refused: Whether its export is refused. If not, other engines serve the files, and the README leaves this engine out.
     """
 
     what: str
     why: str
     instead: str
-    found: Found
+    applies: Condition
     refused: bool = True
 
 
@@ -44,14 +47,18 @@ class Rule:
 class Served:
     """How one engine takes the files of a layout.
 
-    start: the lines that start it. rules: heads that it does not compute. caveats: what no file can settle, for those who
-    start it. needs: what the drafts need of the target's class there, see targets.py; empty where every class that is served will
-    do. until: its last version that reads the layout. reserved: words in the path of a draft that it takes for a method.
+    Attributes:
+        start: Returns the lines that start it.
+        rules: Heads that it does not compute.
+        caveats: What no file can settle, for those who start it.
+        needs: What the drafts need of the target's class, see targets.py; "" where every class that is served will do.
+        until: Its last version that reads the layout.
+        reserved: Words in the path of a draft that it takes for a method.
     """
 
     start: Start
-    rules: tuple[Rule, ...]
-    caveats: tuple[str, ...]
+    rules: tuple[Rule, ...] = ()
+    caveats: tuple[str, ...] = ()
     needs: str = ""
     until: str = ""
     reserved: re.Pattern[str] | None = None
@@ -83,13 +90,13 @@ class Layout:
 
     def blocking_rule(self, engine: str, files: ModelFiles, target: Target, head: DraftHead) -> Rule | None:
         """Return the rule that keeps `engine` from serving these files, None where it serves them."""
-        return next((rule for rule in self.engines[engine].rules if rule.found(files, target, head)), None)
+        return next((rule for rule in self.engines[engine].rules if rule.applies(files, target, head)), None)
 
     def refuse_what_engines_lack(self, files: ModelFiles, target: Target, head: DraftHead) -> None:
         """Raise UserError, naming the engine, why and what to do instead, where the layout's engine lacks something."""
         for engine, served in self.engines.items():
             for rule in served.rules:
-                if rule.refused and rule.found(files, target, head):
+                if rule.refused and rule.applies(files, target, head):
                     raise UserError(
                         f"The layout {self.name} cannot hold this head: it has {rule.what}, and {ENGINES[engine].title} "
                         f"{rule.why}; {rule.instead}."
@@ -113,10 +120,10 @@ def layouts_of(method: str) -> dict[str, Layout]:
     served = served_method(method)
     if not is_known(served):
         return {}
-    found = {layout.name: layout for layout in find_method(served).layouts}
-    if served not in methods() and (taken := sorted(found.keys() & layouts().keys())):
+    known = {layout.name: layout for layout in find_method(served).layouts}
+    if served not in methods() and (taken := sorted(known.keys() & layouts().keys())):
         raise UserError(f"The method {served!r} brings a layout named {taken[0]!r}, which draftsmith has: rename it.")
-    return found
+    return known
 
 
 def default_layout(method: str, target: str = "") -> str:
@@ -139,7 +146,7 @@ def find_layout(name: str, method: str) -> Layout:
     return known[name]
 
 
-def has_flag(name: str) -> Found:
+def has_flag(name: str) -> Condition:
     """Return whether a switch of config.json is on."""
     return lambda files, target, head: bool(flatten(files.config).get(name))
 
@@ -189,12 +196,12 @@ def engines_notice(
     """Return a sentence that says before training which engines of a layout will not draft for such a target, None where all do as
     far as anybody knows. blocked: why engines do not serve the head itself; said where no engine is left."""
     serving = [engine for engine in layout.engines if ENGINES[engine].split is not None]
-    found = {e: target_obstacle(layout, e, target, architectures) or (blocked or {}).get(e) for e in serving}
+    obstacles = {e: target_obstacle(layout, e, target, architectures) or (blocked or {}).get(e) for e in serving}
     known = {e: drafts_for(e, layout.engines[e].needs, architectures) for e in serving}
     refused = joined([f"{ENGINES[e].title} {ENGINES[e].version}" for e in serving if known[e] is False])
-    kind, none_left = _named(architectures), bool(serving) and all(found.values())
+    kind, none_left = _named(architectures), bool(serving) and all(obstacles.values())
     if none_left and not all(good is False for good in known.values()):
-        reasons = "; ".join(f"{ENGINES[engine].title} {why}" for engine, why in found.items())
+        reasons = "; ".join(f"{ENGINES[engine].title} {why}" for engine, why in obstacles.items())
         return f"no engine that reads the layout {layout.name} serves this head: {reasons}."
     if not refused:
         return None
@@ -209,16 +216,16 @@ def engines_notice(
 
 def _elsewhere(layout: Layout, architectures: Sequence[str] | None) -> str:
     """Say what serves a target that an engine of this layout gives no drafts: another engine, or another method."""
-    places: dict[str, list[str]] = {}
+    by_layout: dict[str, list[str]] = {}
     for other in (layout, *layouts_of(layout.method).values()):
         for engine, served in other.engines.items():
             title = ENGINES[engine].title
             serves = ENGINES[engine].split is not None and drafts_for(engine, served.needs, architectures)
-            if serves and not any(title in titles for titles in places.values()):
-                places.setdefault(other.name, []).append(title)
+            if serves and not any(title in titles for titles in by_layout.values()):
+                by_layout.setdefault(other.name, []).append(title)
     ways = [
         f"{'serve it with' if name == layout.name else f'export the layout {name} for'} {joined(titles, 'or')}"
-        for name, titles in places.items()
+        for name, titles in by_layout.items()
     ]
     if not ways:
         draft = layouts()["draft_model"].engines

@@ -35,9 +35,9 @@ def check_sizes(path: Path, config: Mapping[str, Any], target: Target, *, shapes
         config,
         *(rope for key in ("rope_scaling", "rope_parameters") if isinstance(rope := config.get(key), dict)),
     ]
-    turned = ((key, rope.get(key)) for rope in ropes for key in ("partial_rotary_factor", "rotary_pct", "rope_pct"))
-    found = [one for one in turned if one[1] not in (None, 1)]
-    what = f"turns a part of each head by position ({found[0][0]} {found[0][1]!r})" if found else None
+    shares = ((key, rope.get(key)) for rope in ropes for key in ("partial_rotary_factor", "rotary_pct", "rope_pct"))
+    partial = [(key, share) for key, share in shares if share not in (None, 1)]
+    what = f"turns a part of each head by position ({partial[0][0]} {partial[0][1]!r})" if partial else None
     if config.get("kv_lora_rank"):
         what = f"compresses its keys and values (MLA, kv_lora_rank {config['kv_lora_rank']!r})"
     if what is not None:

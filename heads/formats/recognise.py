@@ -100,31 +100,31 @@ def load_head(path: Path | str, target: Target, *, warn: Callable[[str], None] |
             damaged or of a format that cannot be loaded.
     """
     path = Path(path)
-    found = recognise(path)
+    known = recognise(path)
     check_made_for(path, target, warn)
-    assert found.load is not None
-    return found.load(path, target).to(target.device).eval()
+    assert known.load is not None
+    return known.load(path, target).to(target.device).eval()
 
 
 def recognise(path: Path) -> Format:
     """Return the format of the head in the folder `path`. Raises UserError for none and for one that cannot be loaded."""
     refuse_other_files(path)
     folder = HeadFolder(path, read_config(path))
-    found = _of_record(path) or next((one for one in formats() if one.fits(folder)), None)
-    if found is None:
+    known = _of_record(path) or next((one for one in formats() if one.fits(folder)), None)
+    if known is None:
         lacks = "no tensor fc.weight" if folder.names else "no weights"
         raise UserError(
             f"{path} holds no draft head that is known here: its {CONFIG} names no method of draftsmith's and no kind of "
             f"published head, and there is {lacks}; {HINT}."
         )
-    if found is CHECKPOINT and "method" in folder.config and not is_known(str(folder.config["method"])):
+    if known is CHECKPOINT and "method" in folder.config and not is_known(str(folder.config["method"])):
         raise UserError(
             f"{path} holds a head of the method {folder.config['method']!r}, which no installed package adds: install the package "
             "that it came from."
         )
-    if found.load is None:
-        raise UserError(f"{path} is {found.name}, which cannot be loaded: {HINT}.")
-    return found
+    if known.load is None:
+        raise UserError(f"{path} is {known.name}, which cannot be loaded: {HINT}.")
+    return known
 
 
 def _of_record(path: Path) -> Format | None:
@@ -134,10 +134,10 @@ def _of_record(path: Path) -> Format | None:
     method, name = str(record.get("method")), record.get("layout")
     if name in (None, TUNED):
         return None
-    found = layouts_of(method).get(str(name))
-    if found is not None:
+    layout = layouts_of(method).get(str(name))
+    if layout is not None:
         rank = max((one.rank for one in find_method(served_method(method)).recognised), default=0)
-        return Format(f"a {method} head in the layout {name}", rank, lambda folder: True, found.load)
+        return Format(f"a {method} head in the layout {name}", rank, lambda folder: True, layout.load)
     if served_method(method) in methods():
         return None
     raise UserError(

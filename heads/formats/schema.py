@@ -51,24 +51,24 @@ class ModelFiles:
 
 
 @dataclass(frozen=True)
-class ExportRequest:
-    """What the caller of an export chooses. num_speculative_tokens: how many tokens an engine is told to draft."""
+class Export:
+    """What the files of an export are made from.
 
+    Attributes:
+        head: As it is served.
+        target: That it drafts for.
+        dtype: Of the float tensors in the files.
+        num_speculative_tokens: How many tokens an engine is told to draft, None where the caller does not say.
+    """
+
+    head: Any
+    target: Target
     dtype: torch.dtype
     num_speculative_tokens: int | None = None
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True)
-class Export:
-    """What the files of an export are made from."""
-
-    head: Any
-    target: Target
-    request: ExportRequest
 
 
 @dataclass(frozen=True)
@@ -123,23 +123,28 @@ class Schema:
         """Return further files of the export, by name."""
         return {}
 
-    def write(self, head: Any, target: Target, request: ExportRequest) -> ModelFiles:
-        """Return the files that the schema makes of a head, floats in the request's dtype.
+    def write(self, export: Export) -> ModelFiles:
+        """Return the files that the schema makes of a head.
 
-        Tensors that no row names keep the head's names, so that `check` can name them. Raises UserError where the request lacks
-        what the configuration says.
+        Tensors that no row names keep the head's names, so that `check` can name them.
+
+        Raises:
+            UserError: The caller left something open that the configuration says.
         """
-        export = Export(head, target, request)
         config = _values(self.keys, export)
         sizes, tensors = self.sizes(export, config), {}
         for name, value in self.head_tensors(export).items():
             row, numbers = _find(self.tensors, name, ours=True)
             theirs = row.name.format(**{**sizes, **numbers}) if row else name
-            tensors[theirs] = value.detach().to(request.dtype if value.is_floating_point() else value.dtype)
-        return ModelFiles(config, tensors, request.dtype, self.weights, sizes, self.copies(export))
+            tensors[theirs] = value.detach().to(export.dtype if value.is_floating_point() else value.dtype)
+        return ModelFiles(config, tensors, export.dtype, self.weights, sizes, self.copies(export))
 
     def check(self, files: ModelFiles) -> None:
-        """Raise UserError for a tensor that is missing, that no row names, or of another shape or dtype than its row says."""
+        """Hold the tensors against the rows.
+
+        Raises:
+            UserError: A tensor is missing, no row names it, or it has another shape or dtype than its row says.
+        """
         there = set()
         for name, value in files.tensors.items():
             row, numbers = _find(self.tensors, name, files.sizes)
@@ -157,10 +162,10 @@ class Schema:
 
     def rename(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors of the layout under the head's names; what no row names keeps its name."""
-        found = {name: _find(self.tensors, name) for name in tensors}
+        rows = {name: _find(self.tensors, name) for name in tensors}
         return {
             (row.ours or row.name).format(**numbers) if row else name: tensors[name]
-            for name, (row, numbers) in found.items()
+            for name, (row, numbers) in rows.items()
         }
 
     def _broken(self, name: str, expected: str, got: str) -> UserError:
@@ -194,22 +199,22 @@ def _shape(row: TensorRow, sizes: Mapping[str, int], numbers: Mapping[str, int])
 
 def _values(keys: Mapping[str, Any], export: Export) -> dict[str, Any]:
     """Return the keys with what their functions return, without those that are left out."""
-    found = {}
+    config = {}
     for name, value in keys.items():
         value = value(export) if callable(value) else value
         if value is not ABSENT:
-            found[name] = _values(value, export) if isinstance(value, Mapping) else value
-    return found
+            config[name] = _values(value, export) if isinstance(value, Mapping) else value
+    return config
 
 
 def renamed(rows: Iterable[TensorRow], changes: Mapping[str, str]) -> tuple[TensorRow, ...]:
     """Return the rows of a layout that has other names for the head's tensors. changes: beginnings of names -> what they become."""
-    found = []
+    theirs = []
     for row in rows:
         old = next((beginning for beginning in changes if row.name.startswith(beginning)), None)
         name = row.name if old is None else changes[old] + row.name.removeprefix(old)
-        found.append(replace(row, name=name, ours=row.ours or row.name))
-    return tuple(found)
+        theirs.append(replace(row, name=name, ours=row.ours or row.name))
+    return tuple(theirs)
 
 
 def llama_layer(prefix: str, reads: str = "H") -> tuple[TensorRow, ...]:
@@ -249,7 +254,7 @@ LLAMA_KEYS: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
-    "torch_dtype": lambda export: export.request.dtype_name,
+    "torch_dtype": lambda export: export.dtype_name,
     "rope_scaling": _rope_scaling,
 }
 """What describes a Llama layer without biases. Symbols: V target vocab, H draft hidden, I feed-forward width, N query heads, G

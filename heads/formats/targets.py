@@ -23,9 +23,9 @@ def drafts_for(engine: str, needs: str, architectures: Sequence[str] | None) -> 
     """
     if not needs:
         return True
-    found = LISTS.get(engine, {}).get(needs)
-    if found is None or not architectures:
+    classes = LISTS.get(engine, {}).get(needs)
+    if classes is None or not architectures:
         return None
-    if any(name in found["yes"] for name in architectures):
+    if any(name in classes["yes"] for name in architectures):
         return True
-    return False if all(name in found["no"] for name in architectures) else found["others"]
+    return False if all(name in classes["no"] for name in architectures) else classes["others"]

@@ -62,7 +62,7 @@ class HydraSchema(Schema):
 
     def head_tensors(self, export: Export) -> dict[str, Tensor]:
         head, own = export.head, export.head.state_dict()
-        o, dtype = head.options, export.request.dtype
+        o, dtype = head.options, export.dtype
         for name in own:
             if re.fullmatch(r"hydra_mlp\.\d+\.0\.(linear|res_connection)\.weight", name):
                 own[name] = fold(own[name].detach(), slice(head.hidden_size, None), head.embedding_scale)
@@ -94,6 +94,7 @@ def _prefixed(config: Config) -> bool:
     return config[ARCHITECTURE] == PREFIX_MLP
 
 
+_PROJECTION = (TensorRow("hydra_lm_head.{i}.weight", ("V", "H")), TensorRow("hydra_lm_head.{i}.bias", ("V",)))
 _PREFIX_LAYER = (*llama_layer(f"{OURS}layers.0."), TensorRow(f"{OURS}norm.weight", ("H",)))
 HYDRA = HydraSchema(
     name="hydra",
@@ -103,8 +104,8 @@ HYDRA = HydraSchema(
         TensorRow("hydra_mlp.{i}.{first}.res_connection.bias", ("H",)),
         TensorRow("hydra_mlp.{i}.{j}.linear.weight", ("H", "H")),
         TensorRow("hydra_mlp.{i}.{j}.linear.bias", ("H",)),
-        *(TensorRow(f"hydra_lm_head.{{i}}{module}.weight", ("V", "H")) for module in ("", ".1")),
-        *(TensorRow(f"hydra_lm_head.{{i}}{module}.bias", ("V",)) for module in ("", ".1")),
+        *_PROJECTION,
+        *renamed(_PROJECTION, {"hydra_lm_head.{i}.": "hydra_lm_head.{i}.1."}),  # with a prefix layer
         *(replace(row, when=_prefixed) for row in renamed(_PREFIX_LAYER, {OURS: PREFIX})),
     ),
     keys={
@@ -126,10 +127,10 @@ HYDRA = HydraSchema(
 def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
     """Return the heads in a directory of the published layout, fp32, on the target's device.
 
-    The file says how many heads and blocks there are. Blocks behind a head's first that are all equal are one block that is
-    applied several times, which is what the published code makes of them. The prefix layer takes its RoPE and its sizes
-    from the target. Raises UserError for other kinds of Hydra's heads, for anything missing, unknown or misshapen, and for
-    heads of another target's sizes or embeddings.
+    The file says how many heads and blocks there are. If all blocks after a head's first are equal, they are read as one block
+    that is applied several times: the published code trains them so. The prefix layer takes its RoPE and its sizes from the
+    target. Raises UserError for other kinds of Hydra's heads, for anything missing, unknown or misshapen, and for heads of
+    another target's sizes or embeddings.
     """
     path = Path(path)
     config = read_config(path)
@@ -172,9 +173,9 @@ def _refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
     """The published code has other heads too, which draft otherwise."""
     wanted = {ARCHITECTURE: (MLP, PREFIX_MLP), "grounded_heads": (True,), "hidden_state_offset": (0,)}
     for key, known in wanted.items():
-        if (found := config.get(key, known[0])) not in known:
+        if (value := config.get(key, known[0])) not in known:
             raise UserError(
-                f"{path / CONFIG} says {key} {found!r}, but only {' and '.join(map(repr, known))} can be loaded: give Hydra or "
+                f"{path / CONFIG} says {key} {value!r}, but only {' and '.join(map(repr, known))} can be loaded: give Hydra or "
                 "Hydra++ heads."
             )
 
@@ -196,16 +197,13 @@ def _native(tensors: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
     """Return the tensors under the names of `HydraHead`, blocks numbered one after the other."""
     native = {}
     prefixed = any(name.startswith(PREFIX) for name in tensors)
-    for name, value in tensors.items():
-        ours = OURS + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name
+    for name, value in HYDRA.rename(tensors).items():
         if block := re.fullmatch(r"(hydra_mlp\.\d+)\.(\d+)\.(.+)", name):
-            place = int(block[2])
-            if prefixed and place % 2 == 0:
+            number = int(block[2])
+            if prefixed and number % 2 == 0:
                 raise UserError(f"{file} holds the tensor {name}, where Hydra++ has no block: {_AGAIN}.")
-            ours = f"{block[1]}.{place // 2 if prefixed else place}.{block[3]}"
-        elif projection := re.fullmatch(r"(hydra_lm_head\.\d+)(\.1)?\.(weight|bias)", name):
-            ours = f"{projection[1]}.{projection[3]}"
-        native[ours] = value
+            name = f"{block[1]}.{number // 2 if prefixed else number}.{block[3]}"
+        native[name] = value
     return native
 
 

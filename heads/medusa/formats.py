@@ -105,7 +105,7 @@ MEDUSA_VLLM = VllmSchema(
         "logit_scale": lambda export: (
             float(export.head.target_head.scale) if export.head.options.original_lm_head else 1.0
         ),
-        "torch_dtype": lambda export: export.request.dtype_name,
+        "torch_dtype": lambda export: export.dtype_name,
     },
 )
 
@@ -134,10 +134,10 @@ def load_medusa_vllm_directory(path: Path | str, target: Target) -> MedusaHead:
     file, tensors = read_weights(path, target.device, (WEIGHTS, INDEX, PICKLED))
     native = _native(tensors, file)
     heads, layers = _count(native, file)
-    for key, found in {"num_heads": heads, "num_hidden_layers": layers}.items():
-        if (said := config.get(key, found)) != found:
+    for key, count in {"num_heads": heads, "num_hidden_layers": layers}.items():
+        if (said := config.get(key, count)) != count:
             raise UserError(
-                f"{path / CONFIG} says {key} {said!r}, but {file.name} holds {found}: fetch or export the heads again."
+                f"{path / CONFIG} says {key} {said!r}, but {file.name} holds {count}: fetch or export the heads again."
             )
     if config.get("original_lm_head", False):
         held = native.pop(SHARED_PROJECTION, None)
@@ -237,7 +237,6 @@ LAYOUTS = (
                         refused=False,
                     ),
                 ),
-                caveats=(),
             ),
         },
     ),

@@ -71,7 +71,6 @@ LAYOUTS = (
         {
             "vllm": Served(
                 engines.start_vllm("eagle3", parallel_drafting=True),
-                rules=(),
                 caveats=(
                     "`parallel_drafting` must be true: without it vLLM drafts token by token with the same weights, says "
                     "nothing, and accepts little. Name the method too: without it vLLM guesses from the path of the draft.",

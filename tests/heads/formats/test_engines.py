@@ -139,7 +139,7 @@ def test_every_rule_finds_its_head_and_says_what_to_do(layout, engine, rule, tmp
         assert not list(tmp_path.iterdir())
     else:
         files = convert_head(head, target, layout=layout.name, num_speculative_tokens=3)
-        assert rule in [one for one in layout.engines[engine].rules if one.found(files, target, head)]
+        assert rule in [one for one in layout.engines[engine].rules if one.applies(files, target, head)]
         assert len({*layout.engines} - {engine}) >= 1
 
 
@@ -170,7 +170,7 @@ def test_the_layout_that_a_rule_offers_holds_the_head(what, layout):
     head = HEADS[what](target)
     files = convert_head(head, target, layout=layout)
     rules = [rule for served in layouts()[layout].engines.values() for rule in served.rules]
-    assert not [rule.what for rule in rules if rule.refused and rule.found(files, target, head)]
+    assert not [rule.what for rule in rules if rule.refused and rule.applies(files, target, head)]
 
 
 def linear_shards(config: dict[str, int], gpus: int) -> bool:
@@ -389,7 +389,11 @@ def rendered(page: str) -> str:
     page = re.sub(
         rf"(<!-- table: ({ours}) -->\n).*?(<!-- end -->)", lambda m: m[1] + TABLES[m[2]]() + m[3], page, flags=re.DOTALL
     )
-    return re.sub(r"(<!-- read by: (.+?) -->).*?(<!-- end -->)", lambda m: m[1] + read_by(m[2]) + m[3], page)
+    page = re.sub(r"(<!-- read by: (.+?) -->).*?(<!-- end -->)", lambda m: m[1] + read_by(m[2]) + m[3], page)
+    # The message about a layout of another method, where a page shows what the command line says.
+    return re.sub(
+        r"(heads, not (\w+): choose one of )[\w, ]+\.", lambda m: f"{m[1]}{', '.join(layouts_of(m[2]))}.", page
+    )
 
 
 def measured() -> dict[str, list[str]]:

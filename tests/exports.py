@@ -41,8 +41,8 @@ LLAMA3 = {
 }
 
 
-def make_target(**overrides) -> Target:
-    return Target(tiny_model("llama", **overrides), path="models/tiny", fingerprint="abc")
+def make_target(fingerprint: str = "abc", **overrides) -> Target:
+    return Target(tiny_model("llama", **overrides), path="models/tiny", fingerprint=fingerprint)
 
 
 def replace_layout(monkeypatch: pytest.MonkeyPatch, name: str, **changes: Any) -> None:

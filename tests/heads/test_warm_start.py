@@ -10,15 +10,16 @@ from safetensors.torch import load_file, save_file
 from draftsmith.cli.main import main
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.eagle3 import head as eagle3
+from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.export.export import export_head
-from draftsmith.heads.medusa import head as medusa
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.target.target import Target, load_target
+from tests import exports
 from tests.batches import documents_of, pack
 from tests.eval.conformance.test_suite import SPECS, spec
+from tests.exports import make_medusa, make_target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import digests, make_workplace, options
@@ -28,21 +29,8 @@ pytestmark = pytest.mark.full
 VOCAB = torch.arange(0, 160, 2)
 
 
-def make_target() -> Target:
-    return Target(tiny_model("llama"), path="models/tiny", fingerprint="abc")
-
-
-def shake(head: torch.nn.Module) -> None:
-    torch.manual_seed(1)
-    for name, parameter in head.named_parameters():
-        if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
-
-
-def make_eagle3(target: Target, vocab: torch.Tensor | None = VOCAB, **more) -> eagle3.Eagle3Head:
-    head = eagle3.build(Eagle3Options(**{"layer_ids": [1, 4], **more}), target, vocab)
-    shake(head)
-    return head
+def make_eagle3(target: Target, vocab: torch.Tensor | None = VOCAB, layer_ids=(1, 4), **more) -> Eagle3Head:
+    return exports.make_eagle3(target, vocab, layer_ids, **more)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, None], ids=["draft vocab", "whole vocab"])
@@ -88,8 +76,7 @@ def test_another_value_is_refused(named, words):
 
 def test_medusa_names_its_numbers():
     target = make_target()
-    head = medusa.build(MedusaOptions(2, original_lm_head=True), target, None)
-    shake(head)
+    head = make_medusa(target, num_heads=2, original_lm_head=True)
     with pytest.raises(UserError, match=r"head\.num_heads is 5, but .* has 2: set head\.num_heads to that"):
         adopt_options(MedusaOptions(original_lm_head=True), head, target, "x")
     again = restart(head, adopt_options(MedusaOptions(2, original_lm_head=True), head, target, "x"), target)
@@ -107,7 +94,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     head = make_eagle3(target, torch.arange(0, target.vocab_size, 3), layer_ids=[1, 3, 5], intermediate_size=48)
     save_head(head, folder / "head", target)
     export_head(head, target, folder / "exported", dtype="float32")
-    save_head(medusa.build(MedusaOptions(2), target, None), folder / "medusa", target)
+    save_head(make_medusa(target, num_heads=2), folder / "medusa", target)
     return folder
 
 

@@ -17,7 +17,7 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.hydra.head import HydraHead
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
-from tests.exports import folded_state
+from tests.exports import folded_state, make_target
 from tests.heads.hydra.test_head import make_head
 from tests.models import tiny_model
 
@@ -30,10 +30,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "no biases": {"lm_head_bias": False},
     "the target's projection, no biases": {"original_lm_head": True, "lm_head_bias": False},
 }
-
-
-def make_target(**overrides: object) -> Target:
-    return Target(tiny_model("llama", **overrides), path="models/tiny", fingerprint="0")
 
 
 class Block(nn.Module):

@@ -174,11 +174,13 @@ EAGLE3_SPECULATORS = FusedSchema(
 )
 
 
-def read_speculators(path: Path, kind: str, title: str) -> dict[str, Any]:
-    """Return the configuration of a head of that kind in the speculators layout, its keys flat. Raises UserError for
-    another kind, and where readers would take it differently."""
+def read_either(path: Path, kind: str, title: str) -> dict[str, Any]:
+    """Return the configuration of a head in the flat layout or in that of speculators, its keys flat. kind, title: what
+    speculators and people call the head. Raises UserError for another kind, and where readers would take it differently."""
     config = read_config(path)
-    if config.get("speculators_model_type") != kind or not isinstance(config.get(LAYER_SECTION), dict):
+    if "speculators_model_type" not in config:
+        return config
+    if config["speculators_model_type"] != kind or not isinstance(config.get(LAYER_SECTION), dict):
         raise UserError(f"{path}/config.json is no {title} head of speculators: give the directory of an export.")
     if "norm_before_residual" not in config:
         raise UserError(

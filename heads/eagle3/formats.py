@@ -10,12 +10,11 @@ from draftsmith.heads.eagle.formats import (
     AUX_LAYERS,
     EAGLE3,
     EAGLE3_SPECULATORS,
+    read_either,
     read_fused,
-    read_speculators,
 )
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.eagle3.options import Eagle3Options
-from draftsmith.heads.files import read_config
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served, changed_embedding, has_flag, served_by_speculators
 from draftsmith.heads.formats.recognise import Format, HeadFolder
@@ -24,20 +23,22 @@ from draftsmith.target.target import Target
 
 
 def load_eagle3_directory(path: Path | str, target: Target, names: Schema = EAGLE3) -> Eagle3Head:
-    """Return the head in a flat EAGLE-3 directory, ours or another's, fp32, on the target's device.
+    """Return the head in an EAGLE-3 directory, flat or of speculators, ours or another's, fp32, on the target's device.
 
     Reads safetensors and EAGLE's own pickles, the layer's tensors under `midlayer.` or `layers.0.`; a missing embedding
     is the target's. What config.json leaves out is what engines take for it: layers (2, n//2, n-3), no switch on, and
-    the defaults of a Llama configuration. Raises UserError for anything missing or misshapen, for a head of another
-    target's dimensions, and for layers that engines read differently. names: the schema with the names of the tensors.
+    the defaults of a Llama configuration.
+
+    Args:
+        path: The directory.
+        target: That the head drafts for.
+        names: The schema with the names of the tensors, where a layout has others.
+
+    Raises:
+        UserError: Something is missing or misshapen, the head is of another target's sizes, or engines read its layers differently.
     """
-    return read_fused(Path(path), read_config(Path(path)), target, Eagle3Head, Eagle3Options, names)
-
-
-def load_speculators_directory(path: Path | str, target: Target) -> Eagle3Head:
-    """Return the head in an EAGLE-3 directory of the speculators layout; otherwise as `load_eagle3_directory`."""
-    config = read_speculators(Path(path), "eagle3", "EAGLE-3")
-    return read_fused(Path(path), config, target, Eagle3Head, Eagle3Options)
+    config = read_either(Path(path), "eagle3", "EAGLE-3")
+    return read_fused(Path(path), config, target, Eagle3Head, Eagle3Options, names)
 
 
 def _layers(files: ModelFiles) -> list[int]:
@@ -169,7 +170,7 @@ LAYOUTS = (
     Layout(
         "eagle3",
         EAGLE3_SPECULATORS,
-        load_speculators_directory,
+        load_eagle3_directory,
         {
             "vllm": Served(engines.start_vllm_speculators, caveats=(engines.SPECULATORS_NUMBERS,), needs="states"),
             "speculators": served_by_speculators("head.hidden_size other than the target's"),
@@ -189,7 +190,7 @@ FORMATS = (
         "an EAGLE-3 head of speculators",
         1,
         lambda f: f.config.get("speculators_model_type") == "eagle3",
-        load_speculators_directory,
+        load_eagle3_directory,
     ),
     Format("an EAGLE-3 head", 10, _is_eagle3, load_eagle3_directory),
 )

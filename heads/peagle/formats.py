@@ -4,19 +4,16 @@ The layouts are EAGLE-3's (heads/eagle/) with the streams and the token of what 
 Symbols in shapes: those of heads/eagle/formats.py.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from draftsmith.heads.eagle.formats import (
     EAGLE3,
     EAGLE3_SPECULATORS,
     FusedSchema,
+    read_either,
     read_fused,
-    read_speculators,
     speculators_keys,
 )
-from draftsmith.heads.files import read_config
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served, has_flag, served_by_speculators
 from draftsmith.heads.formats.published import check_mask_token
@@ -43,20 +40,12 @@ MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 def load_peagle_directory(path: Path | str, target: Target) -> PEagleHead:
-    """Return the head in a flat P-EAGLE directory, ours or another's, fp32, on the target's device; what config.json leaves
-    out is what engines take for it, see `load_eagle3_directory`."""
-    return _read(Path(path), read_config(Path(path)), target)
-
-
-def load_peagle_speculators_directory(path: Path | str, target: Target) -> PEagleHead:
-    """Return the head in a P-EAGLE directory of the speculators layout; otherwise as `load_peagle_directory`."""
-    return _read(Path(path), read_speculators(Path(path), "peagle", "P-EAGLE"), target)
-
-
-def _read(path: Path, config: Mapping[str, Any], target: Target) -> PEagleHead:
+    """Return the head in a P-EAGLE directory, flat or of speculators, ours or another's, fp32, on the target's device; what
+    config.json leaves out is what engines take for it, see `load_eagle3_directory`."""
+    config = read_either(Path(path), "peagle", "P-EAGLE")
     token = next((config[key] for key in MASK_KEYS if config.get(key) is not None), None)
-    check_mask_token(path, token, target)
-    return read_fused(path, config, target, PEagleHead, PEagleOptions, mask_token_id=token)
+    check_mask_token(Path(path), token, target)
+    return read_fused(Path(path), config, target, PEagleHead, PEagleOptions, mask_token_id=token)
 
 
 _RUNNER = (
@@ -84,7 +73,7 @@ LAYOUTS = (
     Layout(
         "peagle",
         PEAGLE_SPECULATORS,
-        load_peagle_speculators_directory,
+        load_peagle_directory,
         {
             "vllm": Served(
                 engines.start_vllm_speculators,
@@ -116,7 +105,7 @@ FORMATS = (
         "a P-EAGLE head of speculators",
         1,
         lambda f: f.config.get("speculators_model_type") == "peagle",
-        load_peagle_speculators_directory,
+        load_peagle_directory,
     ),
     Format("a P-EAGLE head", 2, _is_peagle, load_peagle_directory),
 )

@@ -245,19 +245,6 @@ def test_the_training_pass_is_that_of_a_dense_mask(shape):
 
 
 @pytest.mark.parametrize(
-    ("shape", "words"),
-    [
-        ("three layers", r"head\.num_hidden_layers above 1, and llama\.cpp knows one draft layer"),
-        ("a window", r"head\.sliding_window, and llama\.cpp lets the draft see all tokens, in silence"),
-    ],
-)
-def test_what_llama_cpp_cannot_serve_is_refused(shape, words, tmp_path):
-    target = make_target()
-    with pytest.raises(UserError, match=words):
-        export_head(make_head(target, **SHAPES[shape]), target, tmp_path / "out", layout="eagle3_llama_cpp")
-
-
-@pytest.mark.parametrize(
     ("options", "words"),
     [
         (

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.errors import UserError
-from draftsmith.heads.eagle3.formats import load_eagle3_directory, load_speculators_directory
+from draftsmith.heads.eagle3.formats import load_eagle3_directory
 from draftsmith.heads.export.export import convert_head, export_head
 from tests.batches import documents_of, pack
 from tests.exports import LLAMA3, make_eagle3, make_target
@@ -98,14 +98,13 @@ def test_the_draft_length_must_be_told(count, tmp_path):
 
 
 def test_a_bad_directory_is_one_sentence(tmp_path):
-    target = make_target()
-    export_head(make_eagle3(target), target, tmp_path / "flat", layout="eagle3")
-    with pytest.raises(UserError, match="no EAGLE-3 head of speculators"):
-        load_speculators_directory(tmp_path / "flat", target)
     target, _, config, _ = write(tmp_path / "out")
-    with pytest.raises(UserError, match="vocab_size None, but the target"):
-        load_eagle3_directory(tmp_path / "out", target)
-    del config["norm_before_residual"]
-    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="lacks norm_before_residual, which vLLM takes for true"):
-        load_speculators_directory(tmp_path / "out", target)
+    for change, words in (
+        ({"speculators_model_type": "peagle"}, "no EAGLE-3 head of speculators"),
+        ({"transformer_layer_config": 1}, "no EAGLE-3 head of speculators"),
+        ({"norm_before_residual": ...}, "lacks norm_before_residual, which vLLM takes for true"),
+    ):
+        changed = {key: value for key, value in {**config, **change}.items() if value is not ...}
+        (tmp_path / "out" / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=words):
+            load_eagle3_directory(tmp_path / "out", target)

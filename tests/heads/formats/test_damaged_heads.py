@@ -41,15 +41,10 @@ def also(name: str, config: dict[str, Any] | None = None) -> Change:
 
 ATTENTION = "midlayer.self_attn."
 LAYERS = "eagle_aux_hidden_state_layer_ids"
-# What is damaged: the layout ("native" for a checkpoint), the change, what is said of it.
+# What is damaged: the layout, the change, what is said of it. Damaged checkpoints are in tests/bad_inputs/heads.py.
 CASES: dict[str, tuple[str, Change, str]] = {
-    "integers in a checkpoint": ("native", cast("fc.weight", torch.int8), "fc.weight as torch.int8"),
     "integers in vLLM's Medusa": ("medusa_vllm", cast("blocks.0.layers.0.weight", torch.int32), "as torch.int32"),
     "floats for d2t": ("eagle3", cast("d2t", torch.float32), "d2t does not hold"),
-    "options of another method": ("native", keys(method="medusa"), "describes no medusa head"),
-    "options that are none": ("native", keys(options=3), "describes no eagle3 head"),
-    "no layer": ("native", lambda config, tensors: config.pop("layer_config"), "describes no eagle3 head"),
-    "a layer that the target lacks": ("native", keys(layer_ids=[1, 4, 99]), "99 is out of range"),
     "layers by name": ("eagle3", keys(**{LAYERS: ["a", "b", "c"]}), "'a' is no number of a layer"),
     "half layers": ("eagle3", keys(**{LAYERS: [1.5, 2, 4]}), "1.5 is no number of a layer"),
     "true for a layer": ("eagle3", keys(**{LAYERS: [True, 2, 4]}), "True is no number of a layer"),
@@ -104,10 +99,7 @@ def test_one_sentence(case: str, tmp_path: Path) -> None:
     layout, change, said = CASES[case]
     target = make_target()
     head = {"medusa_vllm": make_medusa, "eagle1": make_eagle1, "dflash": make_dflash}.get(layout, make_eagle3)(target)
-    if layout == "native":
-        save_head(head, tmp_path / "head", target)
-    else:
-        export_head(head, target, tmp_path / "head", layout=layout, dtype="float32")
+    export_head(head, target, tmp_path / "head", layout=layout, dtype="float32")
     load_head(tmp_path / "head", target)
     config, tensors = (
         json.loads((tmp_path / "head" / "config.json").read_text()),
@@ -121,14 +113,6 @@ def test_one_sentence(case: str, tmp_path: Path) -> None:
     assert said in str(raised.value)
     assert str(raised.value).endswith(".")
     assert "not computed here" not in said or "fetch" not in str(raised.value)
-
-
-def test_a_record_that_is_none(tmp_path: Path) -> None:
-    target = make_target()
-    export_head(make_eagle3(target), target, tmp_path / "head")
-    (tmp_path / "head" / "draftsmith.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"draftsmith\.json is damaged: it holds no JSON object"):
-        load_head(tmp_path / "head", target)
 
 
 def test_a_sentence_is_not_wrapped_in_another(tmp_path: Path) -> None:

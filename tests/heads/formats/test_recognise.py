@@ -66,9 +66,11 @@ HEADS: dict[str, tuple[str, Callable[[Target], DraftHead]]] = {
     "draft model": ("draft_model", make_draft_model),
     "draft model of tied ends": ("draft_model", lambda target: make_draft_model(target, tie_word_embeddings=True)),
     "peagle": ("peagle", make_peagle),
+    "peagle of a window": ("peagle", lambda target: make_peagle(target, sliding_window=9, norm_before_fc=True)),
     "dflash": ("dflash", make_dflash),
     "dflash draft vocab": ("dflash", lambda target: make_dflash(target, VOCAB)),
     "dspark": ("dspark", make_dspark),
+    "dspark without confidence": ("dspark", lambda target: make_dspark(target, confidence_head=False)),
     "dspark draft vocab": ("dspark", lambda target: make_dspark(target, VOCAB)),
     "eagle1": ("eagle1", make_eagle1),
     "eagle1 of other sizes": (

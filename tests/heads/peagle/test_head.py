@@ -10,7 +10,7 @@ from torch import Tensor
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.heads.base import supervised_rows
-from draftsmith.heads.export.export import convert_head, export_head
+from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.peagle import head as peagle
 from draftsmith.heads.peagle.head import PEagleHead, build
@@ -162,24 +162,6 @@ def test_a_whole_vocabulary_need_not_be_named(tmp_path):
     write_json(tmp_path / "out" / "config.json", config)
     (tmp_path / "out" / "draftsmith.json").unlink()
     assert isinstance(load_head(tmp_path / "out", target), PEagleHead)
-
-
-def test_what_vllm_reads():
-    target = make_target()
-    head = make_head(target, num_hidden_layers=2)
-    files = convert_head(head, target, layout="peagle", num_speculative_tokens=4)
-    said = {key: files.config[key] for key in ("architectures", "mask_token_id", "num_hidden_layers", "norm_output")}
-    assert said == {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "mask_token_id": 4,
-        "num_hidden_layers": 2,
-        "norm_output": False,
-    }
-    assert files.tensors["mask_hidden"].shape == (1, 1, 3 * 64)
-    assert {"midlayer.hidden_norm.weight", "layers.1.input_layernorm.weight"} <= files.tensors.keys()
-    assert not [name for name in files.tensors if name.startswith("layers.1.hidden_norm")]
-    format_of = convert_head(head, target, layout="peagle_speculators", num_speculative_tokens=4).config
-    assert format_of["speculators_model_type"] == format_of["speculators_config"]["algorithm"] == "peagle"
 
 
 @pytest.mark.parametrize(

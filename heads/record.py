@@ -9,7 +9,7 @@ import draftsmith
 from draftsmith.errors import UserError
 from draftsmith.storage import write_json
 from draftsmith.target.folder import read_object
-from draftsmith.target.identity import CHANGES_OUTPUT, Difference, TargetIdentity, compare
+from draftsmith.target.identity import CHANGES_OUTPUT, TargetIdentity, compare
 
 if TYPE_CHECKING:
     from draftsmith.heads.base import DraftHead
@@ -84,8 +84,8 @@ def check_made_for(folder: Path, target: "Target", warn: Callable[[str], None] |
                 f"{one.remedy}."
             )
     if warn is not None:
-        for sentence in warnings_for(folder, differences, made_for, target.path):
-            warn(sentence)
+        for one in differences:
+            warn(f"the head {folder} was made for {made_for.path}; {target.path} has {one.found}; {one.remedy}.")
     elif changed := [one.kind for one in differences if one.kind in CHANGES_OUTPUT]:
         alone = changed == ["config"]
         what, those = ("configuration", "is not the one") if alone else ("weights", "are not those")
@@ -93,11 +93,3 @@ def check_made_for(folder: Path, target: "Target", warn: Callable[[str], None] |
             f"The {what} of the target {target.path} {those} the head {folder} was trained for (fingerprint "
             f"{target.fingerprint}, expected {made_for.fingerprint}): give that target, or train again."
         )
-
-
-def warnings_for(folder: Path, differences: list[Difference], made_for: TargetIdentity, name: str) -> list[str]:
-    """Return a sentence for each difference between the target `name` and the one that the head in `folder` was trained
-    for."""
-    return [
-        f"the head {folder} was made for {made_for.path}; {name} has {one.found}; {one.remedy}." for one in differences
-    ]

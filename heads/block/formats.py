@@ -6,6 +6,7 @@ Symbols in shapes: those of LLAMA_KEYS; A aux layers, r rank of DSpark's bias.
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,11 @@ _TENSORS = (
 _KEYS = {
     **{key: value for key, value in LLAMA_KEYS.items() if key != "mlp_bias"},
     "model_type": "qwen3",  # the layers are Qwen3's, with norms of queries and keys
-    "num_hidden_layers": lambda export: export.head.options.num_layers,
-    "block_size": lambda export: export.head.options.block_size,  # engines draft no more
+    "num_hidden_layers": attrgetter("head.options.num_layers"),
+    "block_size": attrgetter("head.options.block_size"),  # engines draft no more
     "draft_vocab_size": draft_vocab_size,
     SECTION: {
-        "mask_token_id": lambda export: export.head.options.mask_token_id,
+        "mask_token_id": attrgetter("head.options.mask_token_id"),
         "target_layer_ids": lambda export: [k - 1 for k in export.head.reads.layer_ids],
     },
 }

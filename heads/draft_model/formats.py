@@ -4,6 +4,7 @@ Symbols in shapes: those of LLAMA_KEYS.
 """
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Served
 from draftsmith.heads.formats.published import is_the_same
 from draftsmith.heads.formats.recognise import Format, HeadFolder
-from draftsmith.heads.formats.schema import LLAMA_KEYS, Export, Schema, TensorRow, llama_layer, of_layer
+from draftsmith.heads.formats.schema import LLAMA_KEYS, Export, Schema, TensorRow, llama_layer
 from draftsmith.target.folder import TOKENIZER_FILES
 from draftsmith.target.target import Target
 
@@ -59,7 +60,7 @@ DRAFT_MODEL = ModelSchema(
     keys={
         "architectures": ["LlamaForCausalLM"],
         **LLAMA_KEYS,
-        **{name: of_layer(name) for name in ("num_hidden_layers", "tie_word_embeddings")},
+        **{name: attrgetter(f"head.config.{name}") for name in ("num_hidden_layers", "tie_word_embeddings")},
         # Left out, a Llama's would be 1 and 2.
         **{name: _end(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
     },

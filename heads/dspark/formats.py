@@ -1,5 +1,6 @@
 """DSpark heads for engines: schemas, reading, layouts, and how such heads are recognised."""
 
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -52,9 +53,9 @@ DSPARK = block.block_schema(
         TensorRow("confidence_head.proj.bias", ("1",), when=_confident),
     ),
     keys={
-        "markov_rank": lambda export: export.head.options.markov_rank,
+        "markov_rank": attrgetter("head.options.markov_rank"),
         "markov_head_type": "vanilla",  # engines know others
-        "enable_confidence_head": lambda export: export.head.options.confidence_head,
+        "enable_confidence_head": attrgetter("head.options.confidence_head"),
         "confidence_head_with_markov": True,  # it reads the token before too
         "sample_from_anchor": True,  # every slot drafts
         # No engine reads them.

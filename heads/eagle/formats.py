@@ -6,6 +6,7 @@ width; Ht target hidden, A aux layers.
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,7 +93,7 @@ _LAYER_KEYS = {**LLAMA_KEYS, "num_hidden_layers": lambda export: len(export.head
 # Every key is there for which engines have differing defaults.
 _HEAD_KEYS = {
     "draft_vocab_size": draft_vocab_size,  # without it engines expect V rows in lm_head
-    "target_hidden_size": lambda export: export.target.hidden_size,
+    "target_hidden_size": attrgetter("target.hidden_size"),
     AUX_LAYERS: _layer_ids,  # llama.cpp reads it nowhere else
     **{flag: _flag(flag) for flag in FLAGS},
 }

@@ -9,6 +9,7 @@ Engines compute the drafts' logits with the target's projection. Its scale and s
 neither adds it, hence the rule below. Symbols in shapes: those of LLAMA_KEYS, H being the width of draft and target alike.
 """
 
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -66,10 +67,6 @@ def _tensors(biased: str) -> tuple[TensorRow, ...]:
     )
 
 
-def _biased(export: Export) -> bool:
-    return export.head.options.qkv_bias
-
-
 # vLLM makes EagleLlamaForCausalLM of the architecture, has no place for lm_head.weight (it raises) and shares the
 # target's embeddings where the file holds none or the same. Neither engine may find the keys `bias` (biases of the
 # attention), draft_vocab_size (EAGLE-3's) and, in SGLang, hot_vocab_size.
@@ -79,7 +76,8 @@ EAGLE1 = Eagle1Schema(
     keys={
         "architectures": ["LlamaForCausalLM"],  # vLLM puts Eagle in front of it
         **LLAMA_KEYS,
-        "qkv_bias": _biased,  # attention_bias would add a bias to the output projection, too
+        # attention_bias would add a bias to the output projection, too.
+        "qkv_bias": attrgetter("head.options.qkv_bias"),
         "logit_scale": lambda export: float(export.target.head.scale),  # of the drafts' logits, as of the target's own
     },
 )
@@ -92,7 +90,11 @@ EAGLE1_SGLANG = SglangSchema(
         TensorRow(FC_BIAS, ("H",)),
         TensorRow(OUTPUT_BIAS, ("H",), when=lambda config: config["attention_bias"]),
     ),
-    keys={"architectures": ["LlamaForCausalLMEagle"], **LLAMA_KEYS, "attention_bias": _biased},
+    keys={
+        "architectures": ["LlamaForCausalLMEagle"],
+        **LLAMA_KEYS,
+        "attention_bias": attrgetter("head.options.qkv_bias"),
+    },
 )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -239,14 +240,9 @@ def _rope_scaling(export: Export) -> Any:
     return {k: v for k, v in rope.items() if k != "rope_theta"} if rope["rope_type"] != "default" else ABSENT
 
 
-def of_layer(name: str) -> Callable[[Export], Any]:
-    """Return a function that returns a value of the head's Llama configuration."""
-    return lambda export: getattr(export.head.config, name)
-
-
 LLAMA_KEYS: dict[str, Any] = {
     "model_type": "llama",
-    **{name: of_layer(name) for name in LAYER_KEYS},  # head_dim too: H // N is not always right
+    **{name: attrgetter(f"head.config.{name}") for name in LAYER_KEYS},  # head_dim too: H // N is not always right
     "num_hidden_layers": 1,
     # The base that engines read outside rope_parameters.
     "rope_theta": lambda export: float(export.head.config.rope_parameters["rope_theta"]),
@@ -254,7 +250,7 @@ LLAMA_KEYS: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
     "tie_word_embeddings": False,
-    "torch_dtype": lambda export: export.dtype_name,
+    "torch_dtype": attrgetter("dtype_name"),
     "rope_scaling": _rope_scaling,
 }
 """What describes a Llama layer without biases. Symbols: V target vocab, H draft hidden, I feed-forward width, N query heads, G

@@ -9,6 +9,7 @@ of LLAMA_KEYS.
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +110,16 @@ HYDRA = HydraSchema(
         *(replace(row, when=_prefixed) for row in renamed(_PREFIX_LAYER, {OURS: PREFIX})),
     ),
     keys={
-        "hydra_num_heads": lambda export: export.head.options.num_heads,
-        "hydra_num_layers": lambda export: export.head.options.num_layers,
+        "hydra_num_heads": attrgetter("head.options.num_heads"),
+        "hydra_num_layers": attrgetter("head.options.num_layers"),
         # The reader assumes mlp.
         ARCHITECTURE: lambda export: PREFIX_MLP if export.head.options.prefix_attention else MLP,
         "grounded_heads": True,  # heads that read tokens; the reader assumes those that read none
         "hidden_state_offset": 0,  # heads read the target's last state
         "base_model_name_or_path": lambda export: target_reference(export.target),  # which the reader loads from there
         # Ours: the projections in the file are copies of the target's; the biases there are those of the heads.
-        "original_lm_head": lambda export: export.head.options.original_lm_head,
-        "lm_head_bias": lambda export: export.head.options.lm_head_bias,
+        "original_lm_head": attrgetter("head.options.original_lm_head"),
+        "lm_head_bias": attrgetter("head.options.lm_head_bias"),
     },
     weights=HYDRA_PICKLED,
 )

@@ -10,10 +10,9 @@ the target's own module, so only its layout takes heads that share such a projec
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,10 +57,6 @@ class VllmSchema(MedusaSchema):
         return {**own, SHARED_PROJECTION: head.target_head.weight} if head.options.original_lm_head else own
 
 
-def _option(name: str) -> Callable[[Export], Any]:
-    return lambda export: getattr(export.head.options, name)
-
-
 SHARED_PROJECTION = "lm_heads.0.weight"
 # The tensors by the head's names. Projections are there for all heads or for none: TGI uses the target's for every head, and vLLM
 # leaves one random, in silence, where a single one is missing.
@@ -77,8 +72,8 @@ MEDUSA_TGI = MedusaSchema(
     name="medusa_tgi",
     tensors=renamed(_TENSORS, {"blocks.": "", "lm_heads.{p}.": "{p}.{layers}."}),
     keys={
-        "medusa_num_heads": _option("num_heads"),  # those that the file lacks stay random in silence
-        "medusa_num_layers": _option("num_layers"),
+        "medusa_num_heads": attrgetter("head.options.num_heads"),  # those that the file lacks stay random in silence
+        "medusa_num_layers": attrgetter("head.options.num_layers"),
         "base_model_name_or_path": lambda export: target_reference(export.target),  # which the reader loads from there
     },
     weights=MEDUSA_WEIGHTS,
@@ -96,16 +91,16 @@ MEDUSA_VLLM = VllmSchema(
     keys={
         "model_type": "medusa",  # how vLLM finds the configuration class
         "architectures": ["MedusaModel"],
-        "hidden_size": lambda export: export.head.hidden_size,  # vLLM assumes 4096
-        "vocab_size": lambda export: export.head.vocab_size,  # vLLM assumes 32001
-        "num_heads": _option("num_heads"),  # vLLM assumes 5, and uses as many as the tokens it drafts
-        "num_hidden_layers": _option("num_layers"),  # vLLM assumes 1
+        "hidden_size": attrgetter("head.hidden_size"),  # vLLM assumes 4096
+        "vocab_size": attrgetter("head.vocab_size"),  # vLLM assumes 32001
+        "num_heads": attrgetter("head.options.num_heads"),  # vLLM assumes 5, and uses as many as the tokens it drafts
+        "num_hidden_layers": attrgetter("head.options.num_layers"),  # vLLM assumes 1
         "medusa_fc_bias": True,  # vLLM drops the blocks' biases in silence without it
-        "original_lm_head": _option("original_lm_head"),  # vLLM assumes a projection for each head
+        "original_lm_head": attrgetter("head.options.original_lm_head"),  # vLLM assumes a projection for each head
         "logit_scale": lambda export: (
             float(export.head.target_head.scale) if export.head.options.original_lm_head else 1.0
         ),
-        "torch_dtype": lambda export: export.dtype_name,
+        "torch_dtype": attrgetter("dtype_name"),
     },
 )
 

@@ -3,8 +3,8 @@
     draftsmith plan --recipe R                         # for this machine, whose rates are measured
     draftsmith plan --recipe R --device h100 --gpus 8
 
-Every figure is a formula over dimensions. Lengths of texts are assumptions, which the plan states, and so is the share of its peak
-that a GPU of the table reaches.
+What training a head takes is counted on the head, built without memory (counting.py); other figures are formulas over dimensions.
+The plan states what it assumes: the lengths of texts, and the share of its peak that a GPU of the table reaches.
 """
 
 import os

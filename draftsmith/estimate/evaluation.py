@@ -1,7 +1,7 @@
 """The time that an evaluation takes, part by part, as its recipe asks for it (draftsmith/stages/evaluation.py does the work).
 
-How many tokens a round will bring is what the evaluation is for. A plan counts with TOKENS_PER_ROUND, and counts no draft as faster
-than the target alone; what drafting itself takes is left out.
+The evaluation is to find out how many tokens a round brings. The plan assumes TOKENS_PER_ROUND. It counts no draft as faster than the
+target alone, and leaves out the time of drafting.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from draftsmith.recipe.evaluate import DraftSpec, EvaluateSpec
 
 TOKENS_PER_ROUND = 2.0
 _PICKS = 3
-"""Planned draft lengths that take some of the turns."""
+"""Draft lengths that are timed because the decision names them."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ ANSWER_BYTES = 11
 
 @dataclass(frozen=True)
 class Rates:
-    """FLOP/s that a machine reached in this recipe's own work, by the formulas of this file. forward: in passes over whole
-    texts. passes: in a decoding pass, by the tokens that it reads, ascending. train: in a training pass. clocks: of the measuring."""
+    """FLOP/s that a machine reached in this recipe's own work, FLOPs counted as in this file. forward: in passes over whole texts.
+    passes: in a decoding pass, by the tokens that it reads, ascending. train: in a training pass. clocks: during the measurement."""
 
     forward: float
     passes: tuple[tuple[int, float], ...]
@@ -92,8 +92,7 @@ def device_here(device: str) -> Device:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan assumes about hardware and texts. device, gpus: training uses all GPUs, answers, hidden states and the
-    evaluation one. utilisation: share of the peak FLOP/s that training and prefill reach, of a device that was not measured.
+    """What a plan assumes about hardware and texts. gpus: training uses them all; answers, hidden states and the evaluation use one. utilisation: share of the peak FLOP/s that training and prefill reach, of a device that was not measured.
     prompt, answer: mean tokens per conversation."""
 
     device: Device
@@ -151,9 +150,8 @@ class Estimate:
     def answer_seconds(self) -> float:
         """Seconds of prefill, bound by FLOPs, and of decoding.
 
-        A chunk of c batches of b prompts is decoded in b rows, which the waiting prompts take over as others end: (c - 1) * a
-        passes until none waits, and max_new_tokens more until the longest answer ends, all over c * b * a rows. Servers that answer
-        take none of this machine's time.
+        A chunk has c * b prompts, of which b are answered at a time. Where an answer ends, a waiting prompt takes its row: none waits
+        after (c - 1) * a passes. The longest answer ends max_new_tokens passes later. Servers take none of this machine's time.
         """
         spec, given = self.recipe.answers, self.given
         if spec.servers:
@@ -242,8 +240,8 @@ class Estimate:
 
     @property
     def train_seconds(self) -> float:
-        """Seconds of training: its FLOPs over those per second that all GPUs together reach, and the evaluations on the held-out
-        answers, of which one GPU makes forward passes, a third of the FLOPs."""
+        """Seconds of training, which all GPUs share, and of the evaluations on the held-out answers, which one GPU makes: forward
+        passes alone take a third of the FLOPs."""
         spec, data = self.recipe.train, self.recipe.data
         heldout = self.train_flops / self.seen_tokens * data.heldout * (self.given.prompt + self.given.answer) / 3
         looks = min(spec.evaluations, self.steps)
@@ -269,7 +267,7 @@ class Estimate:
 
     @property
     def export_bytes(self) -> float:
-        """Bytes on disk of the exported head; with a tuned target also those of the merged model."""
+        """Bytes on disk of the exported head, and of the merged model where the target is tuned."""
         dtype = self.recipe.export.dtype
         size = self.target.itemsize if dtype == "auto" else DTYPES[dtype].itemsize
         tuned = self.head.tuned_parameters
@@ -295,8 +293,8 @@ class Estimate:
 
     @property
     def evaluate_bytes(self) -> float:
-        """Memory of the target, of a tuned target's own weights, and of float32 copies of both where greedy texts are compared
-        in float32."""
+        """Memory of the target and of a tuned target's own weights. Where greedy texts are compared in float32, copies of both in
+        float32 are loaded too."""
         exact = self.recipe.evaluate.lossless and 0 in self.recipe.evaluate.temperatures
         parameters, size = self.target.parameters + self.head.tuned_parameters, self.target.itemsize
         return float(parameters * (size + 4 if exact and size < 4 else size))

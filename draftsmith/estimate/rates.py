@@ -1,8 +1,8 @@
 """The rates of the machine at hand, measured in seconds by the code that a run uses, on a model of the target's sizes with made-up
 weights: nothing is loaded.
 
-A rate is a formula of the plan over the seconds that its work took here, so that a small model's overheads are in it, too. Of a
-large target only some layers are made, whose FLOPs are counted by the same formulas.
+A rate is the FLOPs of some work, as the plan counts them, divided by the seconds that it took here. A small model's overheads are
+in it. Of a large target only some layers are made.
 
 Shapes: B texts, L tokens of a text, N tokens of a pass, W draft vocab.
 """
@@ -47,7 +47,7 @@ _LAYERS = 3e8
 _TOKENS = 256
 """Most tokens of a pass over whole texts, and of a training pass."""
 _SECONDS, _REPEATS = 1.5, 9
-"""Seconds, and times, that work is repeated at most, after a first time that does not count."""
+"""Work is repeated for at most so many seconds and so many times; a first time does not count."""
 
 
 def measure_device(recipe: Recipe, planned: PlannedTarget, estimate: Estimate) -> Device:
@@ -211,7 +211,7 @@ def _fill(values: Tensor, block: Tensor) -> None:
 def _time(job: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of a job, or those of its first run where it is long.
 
-    On a CPU only the time counts that this process has a core: other programs end, and a plan is for a machine of one's own.
+    On a CPU only the time counts in which this process has a core: the plan is for a machine without other programs.
     """
     times: list[float] = []
     first = _seconds(job, device)

@@ -426,12 +426,6 @@ def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "plan needs a recipe" in capsys.readouterr().err
 
 
-def test_lengths_must_fit() -> None:
-    made = estimate(target())
-    with pytest.raises(UserError, match="do not fit the 48"):
-        make_estimate(made.recipe, made.target, SAMPLES, replace(made.given, prompt=40))
-
-
 def test_every_device_has_a_plan() -> None:
     made = estimate(target())
     for device in DEVICES.values():

@@ -6,21 +6,8 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from draftsmith.eval.report.page_model import (
-    DASH,
-    OVERALL,
-    Figure,
-    Row,
-    Section,
-    Table,
-    View,
-    best_k,
-    number,
-    percent,
-    significant,
-    times,
-    whole,
-)
+from draftsmith.eval.report.cells import DASH, number, percent, significant, times, whole
+from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Section, Table, View, best_k
 from draftsmith.eval.report.plots import Series, Stack, line_panel, part_swatch, stack_panel
 from draftsmith.eval.results.result import Measures, MsPerRound
 

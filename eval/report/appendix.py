@@ -7,22 +7,8 @@ import json
 from typing import Any
 
 from draftsmith.eval.planner.memory import Memory, memory_at
-from draftsmith.eval.report.page_model import (
-    DASH,
-    OVERALL,
-    Row,
-    Sample,
-    Section,
-    System,
-    Table,
-    View,
-    milliseconds,
-    number,
-    off,
-    percent,
-    some,
-    whole,
-)
+from draftsmith.eval.report.cells import DASH, milliseconds, number, off, percent, some, whole
+from draftsmith.eval.report.page_model import OVERALL, Row, Sample, Section, System, Table, View
 from draftsmith.eval.results.result import Example, Percentiles, Piece, Result
 
 

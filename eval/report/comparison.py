@@ -12,7 +12,8 @@ from rich.text import Text
 
 from draftsmith.errors import one_line, printable
 from draftsmith.eval.gate.compare import BETTER, CHANGED, WORSE, Comparison, Difference, DrafterComparison
-from draftsmith.eval.report.page_model import DASH, OVERALL
+from draftsmith.eval.report.cells import DASH
+from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.report.report import markdown_cell, terminal_cell
 from draftsmith.eval.results.metrics import METRICS, Metric
 

@@ -5,7 +5,8 @@ Pure; see eval/report/page_model.py for the values and eval/report/report.py for
 
 from collections.abc import Sequence
 
-from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Section, System, Table, View, number, whole
+from draftsmith.eval.report.cells import number, whole
+from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Section, System, Table, View
 from draftsmith.eval.report.plots import Series, line_panel
 from draftsmith.eval.results.conditions import CONTEXTS, PAST, Group
 

@@ -11,20 +11,8 @@ from draftsmith.eval.planner.plan import PAYS, Cell
 from draftsmith.eval.planner.routing import describe_rules
 from draftsmith.eval.planner.settings import engine_settings
 from draftsmith.eval.planner.verdict import Action
-from draftsmith.eval.report.page_model import (
-    DASH,
-    OVERALL,
-    Row,
-    Section,
-    Table,
-    View,
-    between,
-    number,
-    percent,
-    significant,
-    tau_of,
-    times,
-)
+from draftsmith.eval.report.cells import DASH, between, number, percent, significant, times
+from draftsmith.eval.report.page_model import OVERALL, Row, Section, Table, View, tau_of
 from draftsmith.heads.formats.engines import ENGINES
 from draftsmith.target.gguf_file import is_gguf
 

@@ -7,7 +7,8 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from draftsmith.eval.report.page_model import OVERALL, Row, Section, Table, View, number, percent, significant, whole
+from draftsmith.eval.report.cells import number, percent, significant, whole
+from draftsmith.eval.report.page_model import OVERALL, Row, Section, Table, View
 from draftsmith.eval.results.result import Divergence, Lossless, Measures
 
 _FRACTION_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}

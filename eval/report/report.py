@@ -23,7 +23,8 @@ from draftsmith.errors import UserError, one_line, printable
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report import analysis, appendix, conditions, losslessness, summary, training
 from draftsmith.eval.report import decision as decisions
-from draftsmith.eval.report.page_model import DASH, OVERALL, Sample, View, number, significant, times, view_of
+from draftsmith.eval.report.cells import DASH, number, significant, times
+from draftsmith.eval.report.page_model import OVERALL, Sample, View, view_of
 from draftsmith.eval.results.result import Piece, Result
 from draftsmith.eval.training.history import History
 from draftsmith.storage import write_text

@@ -5,27 +5,9 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 
 from collections.abc import Callable
 
+from draftsmith.eval.report.cells import DASH, between, milliseconds, number, percent, significant, some, times, whole
 from draftsmith.eval.report.losslessness import count_equal, whose_texts
-from draftsmith.eval.report.page_model import (
-    DASH,
-    OVERALL,
-    Figure,
-    Row,
-    Section,
-    System,
-    Table,
-    View,
-    best_k,
-    between,
-    milliseconds,
-    number,
-    percent,
-    significant,
-    some,
-    tau_of,
-    times,
-    whole,
-)
+from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Section, System, Table, View, best_k, tau_of
 from draftsmith.eval.report.plots import Bar, bar_panel
 from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS, WITHIN, prompts_needed
 from draftsmith.eval.results.result import Measures

@@ -3,7 +3,8 @@
 Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
 """
 
-from draftsmith.eval.report.page_model import Figure, Row, Section, Table, View, number, percent
+from draftsmith.eval.report.cells import number, percent
+from draftsmith.eval.report.page_model import Figure, Row, Section, Table, View
 from draftsmith.eval.report.plots import Series, line_panel
 from draftsmith.eval.training.history import tell
 

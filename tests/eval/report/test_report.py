@@ -16,7 +16,8 @@ from rich.console import Console
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.report import report
-from draftsmith.eval.report.page_model import best_k, significant, view_of
+from draftsmith.eval.report.cells import significant
+from draftsmith.eval.report.page_model import best_k, view_of
 from draftsmith.eval.report.report import (
     fenced,
     headline_table,

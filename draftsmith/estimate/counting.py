@@ -158,12 +158,13 @@ class _Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             return 1.0 if args[0].is_floating_point() else 1
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         out = func(*args, **(kwargs or {}))
-        for made in tree_leaves(out):
-            if isinstance(made, Tensor) and made.is_meta and made.untyped_storage()._cdata not in given:
-                self._note(made.untyped_storage())
-        self._count(func, args, kwargs or {}, out)
+        if made := [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_meta]:
+            given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+            for storage in made:
+                if storage._cdata not in given:
+                    self._note(storage)
+            self._count(func, args, kwargs or {}, out)
         return out
 
     def _note(self, storage: Any) -> None:
@@ -177,7 +178,7 @@ class _Meter(TorchDispatchMode):
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add the FLOPs of a product, and as many for each factor that needs a gradient; of causal attention two products of 2*N*D for
         each pair of tokens forward and five backward."""
-        if func in _FACTORS and args[_FACTORS[func]].is_meta:
+        if func in _FACTORS:
             left, right = args[_FACTORS[func]], args[_FACTORS[func] + 1]
             self.products += 2 * out.numel() * left.shape[-1] * (1 + left.requires_grad + right.requires_grad)
         elif func is aten._scaled_dot_product_flash_attention_for_cpu.default:

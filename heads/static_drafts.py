@@ -1,5 +1,7 @@
-"""Draft static trees, and chains of heads whose tokens' probabilities depend on the depth alone, so that the logits of all depths
-are there at once.
+"""Draft chains and static trees.
+
+`draft_chain` and `draft_tree` take the logits of all depths at once, for heads whose distribution depends on the depth alone.
+`grow_tree` drafts level by level, for heads whose distribution depends on the tokens before.
 
 Shapes: B rows, K drafted tokens, N nodes, n nodes of one level, m of them with children, T nodes with children, M nodes up to the
 last of these, C children of a node, X the width of what a node is drafted from, W draft vocab.
@@ -20,8 +22,7 @@ from draftsmith.heads.base import DraftHead
 
 
 def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, greedy: bool) -> Draft:
-    """Return a chain of K tokens, drawn under the target's sampling settings, or (greedy) the most likely of each
-    depth."""
+    """Return a chain of K tokens: drawn under the target's sampling settings, or (greedy) the most likely ones."""
     count_B = state.limit_B.clamp(0, logits_BKW.shape[1])
     if greedy or state.sampling.greedy:
         return Draft.chain(state.root_B, head.target_ids(logits_BKW.argmax(-1)), count_B)
@@ -32,10 +33,10 @@ def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, gree
 
 
 def draft_tree(state: DecodeState, logits_BKW: Tensor, head: DraftHead, whole: StaticTree, *, drawn: bool) -> Draft:
-    """Return a static tree, no deeper than K, of each depth's most likely tokens; or (drawn) of tokens that are drawn
-    from its distribution for each node anew, without replacement.
+    """Return a static tree, no deeper than K, of each depth's most likely tokens.
 
-    whole: the tree before it is cut to this round's depth; random numbers belong to its nodes.
+    whole: the tree before it is cut to this round's depth; random numbers belong to its nodes. drawn: each node's children are drawn
+    from the depth's distribution instead, without replacement.
     """
     tree = whole.cut(logits_BKW.shape[1])
     if drawn and not state.sampling.greedy:
@@ -70,8 +71,7 @@ def grow_tree(
     *,
     drawn: bool,
 ) -> Draft:
-    """Return a static tree, drafted level by level, where a token's probabilities depend on the path to it; only nodes with
-    children are run.
+    """Return a static tree, drafted level by level; only nodes with children are run.
 
     root_BX: what the first level is drafted from. whole: the tree, which is cut to `depth`, as in `draft_tree`. logits(step, x_BmX):
     [B, m, W] of the nodes' children. run(step, level, x_BmX, tokens_Bm): the same for the children that have children themselves,
@@ -103,12 +103,16 @@ def grow_tree(
 class HeadDrafter(StatelessDrafter):
     """The base of drafters of chains and trees.
 
-    num_speculative_tokens: length of a chain. tree: at most that deep. drawn: a static tree's tokens are drawn from their
-    distributions without replacement instead of being the most likely ones. greedy_drafts: a chain of argmaxes at every temperature (as vLLM
-    drafts). name: in results; that of the head's method where the class names none.
+    Args:
+        head: the head that drafts.
+        num_speculative_tokens: length of a chain, and the most that a tree is deep.
+        tree: None for chains.
+        drawn: a static tree's tokens are drawn without replacement instead of being the most likely ones.
+        greedy_drafts: a chain of argmaxes at every temperature, as vLLM drafts.
     """
 
     name = ""
+    """In results; "" stands for the name of the head's method."""
 
     def __init__(
         self,

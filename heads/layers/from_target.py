@@ -13,12 +13,11 @@ from draftsmith.target.target import Target
 
 
 def embedding_scale(target: Target) -> float:
-    """Return what EAGLE-1 and Hydra multiply the target's embeddings by where they read them beside its states: the scale that
-    brings them to the size of its last states, rounded to a power of two, so that exports hold the same numbers.
+    """Return what EAGLE-1 and Hydra multiply embeddings by to bring them to the size of the target's last states: a power of two, so
+    that exports, which multiply it into the matrix (`fold`), hold the same numbers.
 
-    A target's embeddings have a tenth of its states' size or less. If one matrix reads both as they are, an optimizer step
-    changes the head's response to the state far more than its response to the token, which it then learns late. A new head
-    therefore reads scaled embeddings; an export multiplies the scale into the matrix (`fold`).
+    Embeddings have a tenth of the states' size or less. Where one matrix reads both as they are, an optimizer step changes the
+    response to the state far more than that to the token, which is then learned late.
     """
     state, token = sizes(target)
     return float(2 ** (state / token.clamp_min(1e-9)).log2().round())
@@ -44,15 +43,19 @@ def fold(weight: Tensor, tokens: slice, scale: float) -> Tensor:
 
 @torch.no_grad()
 def start_norm(norm: nn.Module, target: Target, scale: float = 1.0) -> float:
-    """Copy the weight [Ht] of the target's final norm into the draft's, which feeds the target's output projection, unless
-    their widths differ or the target's norm is of another kind. scale: of the target's logits, where the draft's projection
-    has none of its own. Return the part of the scale that is left for the projection: 1 where the norm has taken it.
+    """Copy the weight [Ht] of the target's final norm into the draft's, so that its logits start with the target's proportions.
 
-    With a final norm of ones, the draft's logits have another scale and other proportions than the target's: a Llama's norm
-    weights are far from one. A drafter that starts from the target's weights need not learn them again.
+    Nothing is copied where the widths differ or the target's norm is of another kind. Weights above the size of the target's last
+    states are scaled down to it, to a power of two: Gemma's are largest where its states are next to nothing, which a draft's are
+    not yet.
 
-    Gemma's weights are largest where its states are next to nothing: they would make the logits of a draft's states, which are
-    not so yet, ten times as large as its own. Such weights are copied at the size of the target's last states, to a power of two.
+    Args:
+        norm: the draft's final norm, which feeds the target's output projection or a copy of it.
+        target: the target.
+        scale: of the target's logits, where the draft's projection has none of its own.
+
+    Returns:
+        The factor that the projection still needs: 1 where the norm has taken `scale`.
     """
     weight, target_weight = norm.weight, final_norm_weight(target)
     if target_weight is None or not isinstance(weight, Tensor) or weight.shape != target_weight.shape:

@@ -208,7 +208,7 @@ def _step_sums(
     draft_vocab: Tensor | None,
     loss_of: Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor],
 ) -> _StepSums:
-    """Return the sums over a step's rows, whose distributions are those of `teacher` at `index_R`."""
+    """Return the sums over a step's rows; index_R: where each row's distribution stands in `teacher`."""
     if not torch.is_grad_enabled() and len(step.rows) > _CHUNK_ROWS:
         parts = []
         for piece in torch.arange(len(step.rows), device=top1_R.device).split(_CHUNK_ROWS):

@@ -1,4 +1,4 @@
-"""DFlash: the training pass against one block at a time, the sample of anchors, drafting against training, the simulator."""
+"""DFlash: the training pass against one block at a time, the sample of anchors, options."""
 
 from dataclasses import replace
 from itertools import islice

@@ -1,4 +1,4 @@
-"""DSpark: the training pass against one block at a time, confidence and its threshold, drafting, and the simulator."""
+"""DSpark: the training pass against one block at a time, and the threshold of its confidence."""
 
 from copy import deepcopy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""EAGLE-1: training pass == an independent slow reference == cached decoding; published folders in, mistakes refused."""
+"""EAGLE-1: the training pass is that of an independent slow reference; published folders in, mistakes refused."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Training EAGLE-1 and HASS: loss and gradients of a slow reference, noise, whole runs, and the trained head in use."""
+"""Training EAGLE-1 and HASS: loss and gradients of a slow reference, and the noise."""
 
 from dataclasses import replace
 

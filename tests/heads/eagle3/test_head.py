@@ -1,4 +1,4 @@
-"""EAGLE-3: training pass == cached decoding, packed == alone, derived layer configuration, mistakes."""
+"""EAGLE-3: parts of the layer, precision, derived layer configuration, mistakes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Hydra: the training pass against loops over single rows, drafting against the training pass, and the simulator."""
+"""Hydra: the training pass against loops over single rows, and dropout."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Medusa: the heads against the paper's formula, the decoder against the training pass, and the simulator."""
+"""Medusa: the heads against the paper's formula, cut trees, typical acceptance."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""P-EAGLE: the training pass against a dense mask in float64, the sample of rows, drafts, trees, exports, mistakes."""
+"""P-EAGLE: the training pass against a dense mask in float64, the sample of rows, exports, mistakes."""
 
 import json
 from dataclasses import replace

@@ -187,7 +187,7 @@ class _Meter(TorchDispatchMode):
             self.attention += 7 * 2 * texts * heads * size * (window * length - window**2 / 2)
 
 
-_FACTORS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1}
+_FACTORS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten._grouped_mm.default: 0}
 """Products, and where the first of their two factors stands among the arguments."""
 
 

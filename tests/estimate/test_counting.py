@@ -234,6 +234,17 @@ def test_a_tuned_target_has_weights_of_its_own(target: Target) -> None:
     assert cost.tuned_parameters == sum(m.weight.numel() for m in adapted)
 
 
+def test_a_tuned_mixture_multiplies_the_experts_that_a_token_visits() -> None:
+    """In their forward pass, and for the gradient of their input; adapters and heads are a few percent."""
+    shape = shape_of(tiny_model("mixtral").config, 2)
+    cost, alone = (
+        HeadCost(m, o, shape) for m, o in (("medusa2", Medusa2Options(lora_r=1)), ("medusa", MedusaOptions()))
+    )
+    body, tokens = shape.active - shape.hidden * shape.vocab, 50
+    found = cost.of_text(20, 30, LossSpec()).products - alone.of_text(20, 30, LossSpec()).products
+    assert found == pytest.approx(4 * body * tokens, rel=0.1)
+
+
 def test_what_cannot_be_counted_is_guessed_and_said(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head that asks for numbers that are not there, in its forward pass or when it is built."""
     shape, options = shape_of(target.model.config, 2), MedusaOptions(num_heads=2)

@@ -10,7 +10,7 @@ t (the context keys), which are made of the target's states as in decoding, and 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, reduce
 from itertools import islice
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
+from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, shift_left
 from draftsmith.heads.layers.decoder_layer import EagleLayer, PlainLayer, Rotary
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
@@ -68,14 +68,12 @@ class EagleHead(DraftHead):
         """The layer's output [..., H] -> its prediction of the target's next state, None where it predicts none."""
         return None
 
-    def forward(self, batch: TrainBatch, num_steps: int, rows: Sequence[Tensor] | None = None) -> HeadOutput:
+    def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Run `num_steps` steps on the text of `batch`: logits [R_k, W] each, only on the supervised rows.
 
-        rows: one bool [B, L] mask per step instead of docs/algorithms.md, rule 1 (for comparisons with other trainers).
         Everything but the context keys is computed on the union of all steps' rows alone.
         """
-        masks = list(islice(iterate_supervised_rows(batch), num_steps) if rows is None else rows)
-        assert len(masks) == num_steps
+        masks = list(islice(self.supervised(batch), num_steps))
         plan = plan_rows(batch.document, reduce(torch.logical_or, masks))
         hidden_BLH = self.initial_hidden(batch.aux, batch.last)
         hidden_BLH = self.perturb(hidden_BLH, batch) if self.training else hidden_BLH

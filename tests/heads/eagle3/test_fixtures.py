@@ -81,7 +81,8 @@ def test_speculators(name):
     )
     steps = expected["args"]["ttt"]
     masks = [shift_left(batch.mask, k, False) for k in range(steps)]
-    output = head(batch, steps, rows=masks)
+    head.supervised = lambda batch: iter(masks)
+    output = head(batch, steps)
     spec = LossSpec(kind="kl", decay=expected["args"]["decay"])
     losses = []
     for step, mask in zip(output.steps, masks, strict=True):  # their mean is per step
@@ -123,7 +124,8 @@ def test_specforge():
         logsumexp=logits.logsumexp(-1),
     )
     steps = expected["args/ttt"]
-    output = head(batch, steps, rows=[shift_left(batch.mask, k, False) for k in range(steps)])
+    head.supervised = lambda batch: (shift_left(batch.mask, k, False) for k in range(steps))
+    output = head(batch, steps)
     loss = head_loss(output, batch, target_head, head.draft_vocab, LossSpec(kind="soft_ce", decay=0.8))
     assert (loss.step_loss / (B * T)).tolist() == pytest.approx(expected["result/plosses"], abs=1e-5)
     total = loss.loss_sum / (B * T)

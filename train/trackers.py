@@ -76,8 +76,8 @@ class RunInfo:
 class Dashboard:
     """What the dashboards have in common; `start`, `log` and the others are those of accelerate's trackers.
 
-    title: its name in sentences. modules: what it needs installed. remedy: what to do where it does not start. empty: after `start`, whether it holds no figures of
-    this run yet, and is to be given those so far.
+    title: its name in sentences. modules: what it needs installed. remedy: what to do where it does not start. empty: set by
+    `start`: it holds no figures of this run yet, so it is sent those of the steps so far.
     """
 
     title: str

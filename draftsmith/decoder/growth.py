@@ -56,11 +56,16 @@ def chain_token_by_token(
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes at one depth of a static tree, in the order of their numbers.
+    """The nodes at one depth of a static tree, in the order of their numbers. An inner node is one with children.
 
-    above: number of nodes with children in the level above. parent_n: each node's parent, as an index into these.
-    sibling_n: its number among its siblings, by rank. rank_n: its rank. inner_m: indices of the nodes with children.
-    ancestors_mT: for each of these, which nodes with children so far, but for the root, are its ancestors or itself.
+    Attributes:
+        above: Number of inner nodes at the depth above.
+        parent_n: The parent of each node, as an index into these.
+        sibling_n: The number of each node among its siblings, by rank.
+        rank_n: The rank of each node's token among the drafts of its parent.
+        inner_m: The inner nodes of this depth, as indices into its nodes.
+        ancestors_mT: For each of them, bool over all inner nodes down to this depth without the root: is it an ancestor, or
+            the node itself?
     """
 
     above: int

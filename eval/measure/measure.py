@@ -262,8 +262,12 @@ def measure_pick(
     sampling: Sampling,
     beside: str | None = None,
 ) -> Pick:
-    """Return what a draft that took only some turns reached on its prompts; drafter: the name it has in the plan. beside: for a draft
-    that took all turns, the name of one that did not: what it reached on the prompts of that one."""
+    """Return what a draft reached on the prompts of a draft that took only some turns.
+
+    Args:
+        drafter: The name that the system has in the plan.
+        beside: The draft whose prompts count, by its system's name; None for the system's own.
+    """
     k, some = system.num_speculative_tokens, timings[system.name if beside is None else beside]
     among = {d.generations[0].request.sample_id for r in some for d in r}
     repeats, alone = (

@@ -36,7 +36,8 @@ class Engine:
     version: the one whose source or manual the layouts were checked against; which layouts it was also run with stands in
     served.json. counters: where it tells how many drafted tokens were accepted; `_MEASURE` where nobody knows. split: what keeps
     it from dividing a draft over GPUs, None for a program that serves nothing; `splits.one_gpu` until its source was read.
-    serves_adapters: it drafts for a target with a LoRA adapter; False, and the target is started alone, unless its source says so.
+    serves_adapters: whether it drafts for a target with a LoRA adapter, by its source. Where it does not, the README starts it
+    without the draft.
     no_gguf: what keeps it from drafting for a target in a GGUF file, in words that follow its name; None where it does.
     """
 

@@ -6,7 +6,7 @@
 A threshold is [DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER. What is left out is not narrowed down: without a
 drafter it applies to every drafter, without @T to every sampling setting; without a slice it applies to the sum over
 all slices. `.low` is the lower end of the metric's interval: 95% over prompts for tau and tau_simulated, over the repeats
-for what is timed. A threshold that names nothing, that nothing measured, or that nothing could miss is refused: a gate must never
+for what is timed; of a metric where less is better it is `.high`, and NUMBER is what must not be exceeded. A threshold that names nothing, that nothing measured, or that nothing could miss is refused: a gate must never
 pass because it looked at nothing. Pure: results and thresholds in, checks out.
 """
 
@@ -25,21 +25,30 @@ OVERALL = "overall"
 _METRICS = {
     name: (metric, value)
     for metric in METRICS
-    if metric.floor is not None
-    for name, value in ((metric.name, metric.value), *([(f"{metric.name}.low", metric.low)] if metric.has_ends else ()))
+    if metric.bounds is not None
+    for name, value in (
+        (metric.name, metric.value),
+        *([(f"{metric.name}.{metric.worse}", metric.worse_end)] if metric.has_ends else ()),
+    )
 }
 """What can have a threshold: its row, and how it is read from `Measures`."""
 _FORM = "[DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER, such as tau=2.5 or eagle3:code.tau.low@T0=3"
-_TEMPERATURE = re.compile(r"(.*)@[tT]=?(\d+(?:\.\d+)?)")
+# A slice may hold dots, a drafter anything.
+_THRESHOLD = re.compile(
+    r"(?=.+=)(?:(?P<drafter>.*):)?"
+    rf"(?P<path>(?:(?P<slice>[^:]*)\.)?(?P<metric>{'|'.join(map(re.escape, _METRICS))})|[^:]*?)"
+    r"(?:@[tT]=?(?P<temperature>\d+(?:\.\d+)?))?\s*=(?P<number>[^=]*)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
 class Threshold:
     """One threshold. drafter, temperature: None = all of them. metric: a key of the metrics, `.low` included.
-    text: as it was typed, for messages."""
+    limit: the least that passes, or the most where less is better. text: as it was typed, for messages."""
 
     metric: str
-    minimum: float
+    limit: float
     slice: str = OVERALL
     drafter: str | None = None
     temperature: float | None = None
@@ -58,7 +67,7 @@ class Threshold:
     @property
     def over_prompts(self) -> bool:
         """Whether it is the end of an interval over prompts."""
-        return self.metric.endswith(".low") and not self.row.timed
+        return self.metric != self.row.name and not self.row.timed
 
 
 @dataclass(frozen=True)
@@ -75,15 +84,15 @@ class ThresholdCheck:
     @property
     def passed(self) -> bool:
         """Whether the measured value reaches the threshold."""
-        return self.measured >= self.threshold.minimum
+        return self.threshold.row.sign * (self.measured - self.threshold.limit) >= 0
 
     @property
     def message(self) -> str:
         """One sentence: system and setting, metric, measured value, threshold."""
-        word = "reaches" if self.passed else "is below"
+        passed, missed = ("reaches", "is below") if self.threshold.row.sign > 0 else ("keeps to", "is above")
         return (
-            f"{self.drafter} at {self.setting}: {self.threshold.name} {self.measured:.4g} {word} the threshold "
-            f"{self.threshold.minimum:g} ({self.source})."
+            f"{self.drafter} at {self.setting}: {self.threshold.name} {self.measured:.4g} "
+            f"{passed if self.passed else missed} the threshold {self.threshold.limit:g} ({self.source})."
         )
 
 
@@ -115,7 +124,7 @@ def check_names(
         if threshold.over_prompts and count < FEWEST_PROMPTS:
             raise UserError(
                 f"--fail-under {threshold.text}: {threshold.slice} has {count} prompts, and there is no interval over fewer than "
-                f"{FEWEST_PROMPTS}: give more, or leave .low out."
+                f"{FEWEST_PROMPTS}: give more, or leave .{threshold.row.worse} out."
             )
         _expect(threshold, "temperature", threshold.temperature, temperatures)
         _expect(threshold, "drafter", threshold.drafter, drafters)
@@ -176,32 +185,31 @@ def _split(text: str) -> list[str]:
 
 
 def _parse(text: str) -> Threshold:
-    path, equals, number = text.rpartition("=")
-    if not equals or not path:
+    match = _THRESHOLD.fullmatch(text)
+    if match is None:
         raise UserError(f"--fail-under {text!r} is no threshold: write {_FORM}.")
+    drafter, path, slice_name, metric, temperature, number = match.groups()
     try:
-        minimum = float(number)
+        limit = float(number)
     except ValueError:
-        minimum = math.nan
-    if not math.isfinite(minimum):
+        limit = math.nan
+    if not math.isfinite(limit):
         raise UserError(f"--fail-under {text}: {number.strip()!r} is not a number; write {_FORM}.")
-    match = _TEMPERATURE.fullmatch(path.strip())
-    path, temperature = (match[1], float(match[2])) if match else (path.strip(), None)
-    drafter, _, path = path.rpartition(":")
-    # A slice may hold dots: the metric is the longest known end.
-    metric = next((m for m in sorted(_METRICS, key=len, reverse=True) if path == m or path.endswith("." + m)), None)
     if metric is None:
         raise UserError(
             f"--fail-under {text}: {path!r} ends in no metric that has a threshold; they are {', '.join(_METRICS)}."
         )
-    slice_name = path[: -len(metric)].removesuffix(".") or OVERALL
-    floor = _METRICS[metric][0].floor or 0.0
-    if minimum <= floor or (metric == "acceptance_rate" and minimum > 1):
+    row = _METRICS[metric][0]
+    # A limit at the bad end is missed by nothing, one beyond the good end is reached by nothing.
+    bad, good = sorted(row.bounds or (-math.inf, math.inf), reverse=row.sign < 0)
+    missed = row.sign * (limit - bad) <= 0
+    if missed or row.sign * (limit - good) > 0:
         raise UserError(
-            f"--fail-under {text}: nothing could {'miss' if minimum <= floor else 'reach'} it, as {metric} is never "
-            f"{f'below {floor:g}' if minimum <= floor else 'above 1'}; choose another number."
+            f"--fail-under {text}: nothing could {'miss' if missed else 'reach'} it, as {metric} is never "
+            f"{'below' if missed == (row.sign > 0) else 'above'} {bad if missed else good:g}; choose another number."
         )
-    return Threshold(metric, minimum, slice_name, drafter or None, temperature, text)
+    heat = None if temperature is None else float(temperature)
+    return Threshold(metric, limit, slice_name or OVERALL, drafter or None, heat, text)
 
 
 def _expect(
@@ -233,7 +241,7 @@ def _instead(threshold: Threshold, measures: Measures) -> str:
     whole = threshold.row.value(measures)
     if threshold.over_prompts and whole is not None:
         return (
-            f": over {measures.prompts} prompts there is no interval (it takes {FEWEST_PROMPTS} with a round), so leave .low out, or "
+            f": over {measures.prompts} prompts there is no interval (it takes {FEWEST_PROMPTS} with a round), so leave .{threshold.row.worse} out, or "
             "evaluate more prompts"
         )
     if threshold.metric.startswith("tau_simulated") and measures.tau is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS
 from draftsmith.eval.results.result import Lossless, Measures
@@ -13,11 +14,17 @@ Interval = tuple[float, float]
 class Metric:
     """A number of `Measures` that is compared or has thresholds.
 
-    name: the field. label, digits, scale: how tables print it. sign: 1 where more is better, -1 where less is, 0 where neither is.
+    name: the field.
+    label, digits, scale: how tables print it.
+    sign: 1 where more is better, -1 where less is, 0 where neither is.
     timed: depends on the machine; its interval is the field `<name>_spread` over repeats, of others `<name>_interval` over prompts.
-    floor: what it cannot fall below, so that a threshold must be above; None where it has no thresholds. compared: by
-    `draftsmith compare`. decoded: needs decoding. rounds: of a tau, the field of `PromptSums` with its rounds. of_k: depends on
-    the draft length. exact: is no sample, so that every difference counts. count, interval: in place of the fields.
+    bounds: least and most that it can be, so that a threshold must be between; None where it has no thresholds.
+    compared: by `draftsmith compare`.
+    decoded: needs decoding.
+    rounds: of a tau, the field of `PromptSums` with its rounds.
+    of_k: depends on the draft length.
+    exact: is no sample, so that every difference counts.
+    count, interval: how to find the number and its interval, in place of the fields.
     """
 
     name: str
@@ -26,7 +33,7 @@ class Metric:
     scale: int = 1
     sign: int = 1
     timed: bool = False
-    floor: float | None = None
+    bounds: Interval | None = None
     compared: bool = True
     decoded: bool = True
     rounds: str = ""
@@ -50,10 +57,15 @@ class Metric:
         """Whether `Measures` hold an interval of it."""
         return self.ends in Measures.__dataclass_fields__
 
-    def low(self, m: Measures) -> float | None:
-        """Return the lower end of its interval, None where it has none."""
+    @property
+    def worse(self) -> str:
+        """Which end of its interval is the worse one: low or high."""
+        return "low" if self.sign > 0 else "high"
+
+    def worse_end(self, m: Measures) -> float | None:
+        """Return the worse end of its interval, None where it has none."""
         ends: Interval | None = getattr(m, self.ends)
-        return ends and ends[0]
+        return ends and ends[self.worse == "high"]
 
     def interval_of(self, m: Measures, repeats: int) -> Interval | None:
         """Return its interval, None where too few prompts or repeats made it."""
@@ -92,11 +104,11 @@ def _differing_timed(m: Measures) -> Interval | None:
 
 
 METRICS = (
-    Metric("tau", "tau", floor=1.0, rounds="rounds", of_k=True),
-    Metric("tau_simulated", "tau simulated", floor=1.0, decoded=False, rounds="rounds_simulated", of_k=True),
-    Metric("speedup", "speedup", timed=True, floor=0.0, of_k=True),
-    Metric("acceptance_rate", floor=0.0, decoded=False, compared=False),
-    Metric("decode_tok_s", "tok/s", 1, timed=True, floor=0.0, of_k=True),
+    Metric("tau", "tau", bounds=(1, inf), rounds="rounds", of_k=True),
+    Metric("tau_simulated", "tau simulated", bounds=(1, inf), decoded=False, rounds="rounds_simulated", of_k=True),
+    Metric("speedup", "speedup", timed=True, bounds=(0, inf), of_k=True),
+    Metric("acceptance_rate", bounds=(0, 1), decoded=False, compared=False),
+    Metric("decode_tok_s", "tok/s", 1, timed=True, bounds=(0, inf), of_k=True),
     Metric("baseline_tok_s", "target tok/s", 1, sign=0, timed=True),
     Metric("ttft_s", "TTFT ms", 1, scale=1000, sign=-1, timed=True),
     Metric("looping", "looping", 3, sign=-1, interval=_looping),

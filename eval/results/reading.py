@@ -8,6 +8,8 @@ from draftsmith.foreign.typed import read_dataclass
 T = TypeVar("T")
 _MOST = 1e15
 """More than any count, time or number of bytes that is measured."""
+_ROUNDING = 1e-12
+"""So much below zero a sum of shares may come by rounding."""
 
 
 def read_current(kind: type[T], value: Any, source: str, again: str) -> T:
@@ -31,7 +33,8 @@ def check_figures(measures: Any, where: str) -> None:
     again = "evaluate again, or restore the file"
     for key, value in vars(measures).items():
         numbers = [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, int | float)]
-        if key != "kl" and numbers and min(numbers) < 0:  # which rounding may bring below
+        # Rounding may bring kl below zero, and by a little the difference of two equal shares.
+        if key != "kl" and numbers and min(numbers) < -_ROUNDING:
             raise UserError(f"{where} {key} is {min(numbers):g}, below zero: {again}.")
         if numbers and max(numbers) > _MOST:
             raise UserError(f"{where} {key} is {max(numbers):g}, more than can be measured: {again}.")

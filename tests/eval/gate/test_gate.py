@@ -1,5 +1,6 @@
 """The gate: what a threshold may say, what it is held against, and that it never passes by looking at nothing."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,9 @@ import pytest
 
 from draftsmith.cli.main import main
 from draftsmith.errors import UserError
+from draftsmith.eval.gate import gate
 from draftsmith.eval.gate.gate import ThresholdCheck, check_names, check_results, parse_thresholds
+from draftsmith.eval.results.metrics import METRICS, Metric
 from draftsmith.eval.results.result import DrafterResult, Hardware, Measures, Result, Settings, TargetInfo, write_result
 
 
@@ -122,6 +125,8 @@ def test_a_message_says_who_where_what_and_how_much() -> None:
         ("tau@1=2", "no metric"),
         ("tau=1", "nothing could miss it, as tau is never below 1"),
         ("speedup=-1", "nothing could miss it"),
+        ("eagle3:=3", "'' ends in no metric"),
+        ("eagle3:tau@1.5=3", "'tau@1.5' ends in no metric"),
         ("acceptance_rate=60", "nothing could reach it, as acceptance_rate is never above 1"),
     ],
 )
@@ -129,6 +134,41 @@ def test_malformed_thresholds_are_refused_in_one_sentence(text: str, said: str) 
     with pytest.raises(UserError, match=said) as caught:
         parse_thresholds([text])
     assert "\n" not in str(caught.value)
+
+
+def test_where_less_is_better_a_threshold_is_what_must_not_be_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Metric("looping", sign=-1, bounds=(0, 1))
+    monkeypatch.setitem(gate._METRICS, "looping", (row, row.value))
+    monkeypatch.setattr(
+        gate, "_THRESHOLD", re.compile(gate._THRESHOLD.pattern.replace("<metric>", "<metric>looping|"), re.DOTALL)
+    )
+    some = {"c": result(0.0, {"eagle3": 3.0}, looping=0.25)}
+    kept, missed = run("looping=0.25,looping=0.2", results=some)
+    assert (kept.passed, missed.passed) == (True, False)
+    assert kept.message == "eagle3 at T=0: looping 0.25 keeps to the threshold 0.25 (c)."
+    assert missed.message == "eagle3 at T=0: looping 0.25 is above the threshold 0.2 (c)."
+    assert run("looping=0", results=some)[0].passed is False, "which a good drafter reaches"
+    for text, said in (
+        ("looping=1", "nothing could miss it, as looping is never above 1"),
+        ("looping=-0.1", "nothing could reach it, as looping is never below 0"),
+    ):
+        with pytest.raises(UserError, match=said):
+            parse_thresholds([text])
+
+
+def test_the_worse_end_is_the_upper_one_where_less_is_better() -> None:
+    fast = measures(3.0)
+    assert Metric("tau").worse_end(fast) == 2.75
+    assert Metric("tau", sign=-1).worse_end(fast) == 3.25
+
+
+def test_the_manual_lists_what_can_have_a_threshold() -> None:
+    text = (Path(__file__).parents[3] / "docs/read-a-report.md").read_text()
+    listed = re.search(r"The metrics are (.*?)\. `--junit", text, re.DOTALL)
+    assert listed is not None
+    rows = [metric for metric in METRICS if metric.bounds]
+    assert re.findall(r"`(\w+)`", listed[1]) == [row.name for row in rows]
+    assert re.findall(r"`(\w+)`, which has no `.low`", listed[1]) == [row.name for row in rows if not row.has_ends]
 
 
 @pytest.mark.parametrize(

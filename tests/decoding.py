@@ -1,29 +1,8 @@
-"""What tests of drafters decode with, and how they hold what was decoded against what was simulated."""
-
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+"""How tests of drafters hold what was decoded against what was simulated."""
 
 import pytest
 
-from draftsmith.decoder.answers import Generation, Request, Tally
-from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import Drafter, TargetAlone
-from draftsmith.decoder.sampling import Sampling
-from draftsmith.target.target import Target
-
-
-def decode_like_alone(
-    target: Target, make: Callable[[], Drafter], requests: Sequence[Request], batch: int
-) -> list[Generation]:
-    """Decode greedily in groups whose rows end at different times, and check that every text is that of the target alone."""
-    asked = [replace(r, max_new_tokens=2 + 4 * i) for i, r in enumerate(requests)]
-    found: list[Generation] = []
-    for start in range(0, len(asked), batch):
-        group = asked[start : start + batch]
-        alone = decode_batch(target, TargetAlone(), group, Sampling()).generations
-        found += (drafted := decode_batch(target, make(), group, Sampling()).generations)
-        assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
-    return found
+from draftsmith.decoder.answers import Tally
 
 
 def assert_same(decoded: Tally, simulated: Tally, drafted: bool = True) -> None:

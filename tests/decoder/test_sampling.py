@@ -15,7 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftsmith.decoder.noise import row_key, uniforms
+from draftsmith.decoder.noise import _many, row_key, uniforms
 from draftsmith.decoder.sampling import Sampling, draw, draw_children, penalize, probs, top1, without
 from draftsmith.errors import UserError
 
@@ -132,6 +132,17 @@ def test_draw_follows_the_weights() -> None:
     counts = torch.bincount(draw(weights.expand(10_000, -1), uniform), minlength=5)
     assert counts.tolist() == [0, 7500, 0, 2500, 0]
     assert draw(weights[None], torch.tensor([0.0])).tolist() == [1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 40])
+def test_few_numbers_are_those_of_the_tensor_operations(count: int) -> None:
+    keys = torch.tensor([row_key(0, "a"), row_key(1, "b"), 0, -1, 2**63 - 1, -(2**63)])
+    counters = torch.tensor([0, 5, 2**40, 17, 3, 9])
+    for stream in range(3):
+        few, many = uniforms(keys, counters, stream, count), _many(keys, counters, stream, count)
+        assert few.shape == (6, count)
+        assert few.dtype == many.dtype
+        assert torch.equal(few, many)
 
 
 def test_noise_is_uniform_and_depends_on_every_part() -> None:

@@ -1,7 +1,6 @@
 """The edges of `verify`; its distribution is tested in test_verify_distributions.py."""
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 import torch
@@ -13,12 +12,10 @@ from draftsmith.decoder.noise import ACCEPT, DRAFT, EMIT, uniforms
 from draftsmith.decoder.sampling import Sampling, draw, draw_children, penalize, probs
 from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict, verify
 from draftsmith.errors import UserError
-from tests.decoder.plain_rule import plain_probs
 
 pytestmark = pytest.mark.full
 
 V, ROOT, PROMPT = 5, 2, 4
-SETTINGS = [Sampling(0.8, top_k=4, top_p=0.9), Sampling(1.2, min_p=0.1, repetition_penalty=1.7)]
 SHAPES = {"chain": (-1, 0, 1), "tree": (-1, 0, 0, 0, 1, 1, 2)}
 
 
@@ -48,16 +45,6 @@ class Toy:
         tokens_BN = torch.stack(tokens, 1).where(torch.arange(len(parents)) < count_B[:, None], 0)
         draft = Draft(tokens_BN, parents_BN, count_B)
         return replace(draft, draft_probs_BMW=torch.stack(draft_probs, 1), vocab_W=self.vocab_W) if drawn else draft
-
-    def joint(self, sampling: Sampling) -> Tensor:
-        """The target's distribution of the next three tokens, [V, V, V]."""
-        found = torch.ones(V, V, V, dtype=torch.float64)
-        for text in product(range(V), repeat=3):
-            for place in range(3):
-                seen = {PROMPT, ROOT, *text[:place]}
-                last = text[place - 1] if place else ROOT
-                found[text] *= plain_probs(self.target_VV[last].tolist(), sampling, seen)[text[place]]
-        return found
 
 
 # --- Edges ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import pytest
 
 from draftsmith.data.conversations.load import load_conversations
 from draftsmith.data.conversations.shapes import drop_nulls
-from draftsmith.errors import UserError
 
 Q, A = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "One."}
 
@@ -80,54 +79,6 @@ def test_tool_calls_as_openai_writes_them(tmp_path):
     assert called["content"] == ""
     assert (result["content"], result["tool_call_id"]) == ("4\n!", "c1")
     assert conversation.tools is None
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", "the line is empty"),
-        ('{"messages": [', "line 2 is not JSON"),
-        ("[1]", "a row is a JSON object, but this is a list"),
-        (
-            '{"text": "x", "label": 1}',
-            r"keys 'text', 'label', which is none of the shapes accepted: messages .*ShareGPT",
-        ),
-        ('{"messages": []}', "'messages' is empty"),
-        ('{"messages": "x"}', "'messages' must be a list"),
-        ('{"messages": [{"role": "asistant", "content": "x"}]}', "the role 'asistant' is unknown"),
-        ('{"messages": [{"role": "user"}]}', "neither 'content' nor 'tool_calls'"),
-        ('{"messages": [{"speaker": "user", "content": "x"}]}', "a turn has the keys 'speaker', 'content'"),
-        ('{"messages": [{"role": "user", "content": 3}]}', "of type int; it must be text"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "not text"),
-        ('{"messages": [{"role": "user", "content": [{"type": "image", "text": ""}]}]}', "not text"),
-        ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "half a surrogate pair"),
-        ('{"messages": [{"role": "user", "content": "x"}], "tools": "{"}', "the text of 'tools' is not JSON"),
-        ('{"messages": [{"role": "user", "content": "x"}], "tools": 3}', "'tools' must be a list"),
-        (
-            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}',
-            "arguments of the tool call 'f' is not JSON",
-        ),
-        ('{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}', "'tool_calls' must be a list of objects"),
-        ('{"instruction": ""}', "'instruction' is empty"),
-        ('{"prompt": ""}', "'prompt' is empty"),
-        ('{"prompt": 3}', "'prompt' must be a list of objects"),
-        ('{"instruction": "x", "history": ["a", "b"]}', r"'history' must be a list of \[question, answer\] pairs"),
-        ('{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}', "the weight of a turn is 0.5"),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}',
-            "'user' holds a thought",
-        ),
-        ('{"messages": [{"role": "assistant", "content": null}]}', "neither 'content' nor 'tool_calls'"),
-        ('{"messages": [{"from": "Function_Call", "value": "{\\"a\\": 1}"}]}', "is JSON, but no call"),
-    ],
-)
-def test_bad_line_is_one_sentence_with_file_and_line(tmp_path, line, message):
-    path, good = tmp_path / "bad.jsonl", json.dumps({"messages": [Q, A]})
-    path.write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=message) as error:
-        load_conversations([str(path)])
-    assert str(error.value).startswith(f"{path}, line 2")
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

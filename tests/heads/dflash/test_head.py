@@ -121,13 +121,8 @@ def test_a_draft_is_no_longer_than_its_block() -> None:
     ("options", "words"),
     [
         ({"mask_token_id": 160}, "head.mask_token_id is 160, but the target tiny has 160 tokens, numbered from 0"),
-        ({"mask_token_id": -1}, "head.mask_token_id is -1: it must be from 0 to"),
         ({"mask_token_id": None}, "has no mask token and none that is reserved or only pads: set head.mask_token_id"),
         ({"block_size": 257}, "head.block_size is 257, but the target tiny reads no more than 256 tokens"),
-        ({"block_size": 1}, "head.block_size is 1: it must be from 2 to 1024"),
-        ({"num_layers": 0}, "head.num_layers is 0: it must be from 1 to 1000"),
-        ({"anchors": 0}, "head.anchors is 0: it must be from 1 to"),
-        ({"head_dim": 0}, "head.head_dim is 0: it must be from 1 to 1048576, or null"),
         ({"layer_ids": [9]}, "layer_ids .9. for the target tiny: 9 is out of range"),
     ],
 )

@@ -159,7 +159,6 @@ def test_it_drafts_no_trees() -> None:
         ({"init_from": "x", "layers_from_target": [0]}, "both say what to start from: name one"),
         ({"layers_from_target": []}, r"layers_from_target is \[\]: name at least one"),
         ({"layers_from_target": [3, 1]}, r"is \[3, 1\]: name .* in ascending order"),
-        ({"num_hidden_layers": 0}, "head.num_hidden_layers is 0: it must be from 1 to 1000, or null"),
         ({"layers_from_target": [0, 8]}, r"has 8 layers: choose from 0 to 7"),
         ({"layers_from_target": [0], "hidden_size": 8}, "head.hidden_size is 8, but head.layers_from_target names"),
         ({"num_attention_heads": 5}, "5 heads, 1 key/value heads and head_dim 16 do not fit a hidden size of 64"),

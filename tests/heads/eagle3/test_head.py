@@ -160,14 +160,6 @@ def test_mistakes_that_need_the_target(options, words):
         build(Eagle3Options(**options), make_target(), None)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"norm_before_fc": True, "fc_norm": True}, "choose one"),
-        ({"ttt_steps": 0}, "ttt_steps"),
-        ({"draft_vocab_size": 0}, "draft_vocab_size"),
-    ],
-)
-def test_mistakes_in_the_options(options, words):
-    with pytest.raises(UserError, match=words):
-        Eagle3Options(**options)
+def test_two_norms_before_the_projection_are_refused():
+    with pytest.raises(UserError, match="choose one"):
+        Eagle3Options(norm_before_fc=True, fc_norm=True)

@@ -191,11 +191,6 @@ def test_a_draft_vocabulary_without_mass_stays_finite(target, batch):
 
 
 def test_mistakes_name_the_key():
-    with pytest.raises(UserError, match=r"loss\.decay"):
-        LossSpec(decay=0.0)
-    for beta in (0.0, 1.0):
-        with pytest.raises(UserError, match=r"loss\.beta"):
-            LossSpec(beta=beta)
     for weights in ([], [1.0, -0.5], [0.0, 0.0], [1.0, float("nan")], [float("inf")]):
         with pytest.raises(UserError, match=r"loss\.depth_weights"):
             LossSpec(depth_weights=weights)
@@ -210,8 +205,6 @@ def test_mistakes_name_the_key():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kind": "lk_hybrid", "lk_scale": 1.5}, "train.loss.lk_scale is 1.5: it must be from 0 to 1"),
-        ({"kind": "lk_hybrid", "lk_decay": -3.0}, "train.loss.lk_decay is -3.0: it must be from 0 to 1000"),
         ({"beta": 0.1}, "train.loss.beta is 0.1, but it belongs to jsd, and train.loss.kind is kl: leave it out"),
         (
             {"kind": "tv", "lk_decay": 2.0},
@@ -224,7 +217,7 @@ def test_mistakes_name_the_key():
         ),
     ],
 )
-def test_numbers_that_are_wrong_or_belong_to_another_loss(options, said):
+def test_numbers_that_belong_to_another_loss(options, said):
     with pytest.raises(UserError, match=said):
         LossSpec(**options)
 

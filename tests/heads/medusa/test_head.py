@@ -137,8 +137,3 @@ def test_a_tree_deeper_than_the_heads_is_refused() -> None:
     deep = StaticTree.of("deep", [[0] * n for n in range(1, 6)])
     with pytest.raises(UserError, match="The tree deep is 5 deep but medusa drafts 4 tokens at most"):
         head_system("medusa", head, 4, 8, tree=deep)
-
-
-def test_impossible_options_are_refused() -> None:
-    with pytest.raises(UserError, match=r"head\.num_heads is 0"):
-        MedusaOptions(num_heads=0)

@@ -257,7 +257,7 @@ def test_sdist_and_its_wheel_hold_the_rooms(tmp_path: Path) -> None:
         archive.extractall(tmp_path / "unpacked", filter="data")
     wheel = build("build_wheel", next((tmp_path / "unpacked").iterdir()), tmp_path / "wheel")
 
-    suffixes = (".py", ".yaml", ".json", ".jinja", ".html", ".css", ".safetensors")
+    suffixes = (".py", ".yaml", ".json", ".jinja", ".html", ".css", ".safetensors", ".xz")
     expected = {f"draftsmith/{name_of(path)}" for path in tracked_files()
                 if path.relative_to(ROOT).parts[0] in LINKS and path.suffix in suffixes}  # fmt: skip
     with zipfile.ZipFile(wheel) as archive:

@@ -1,1 +1,1 @@
-"""The embedded default: a generated corpus and a tiny target trained on it."""
+"""The embedded default: texts and a tiny target trained on them."""

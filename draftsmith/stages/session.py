@@ -69,7 +69,7 @@ class Session:
 
     @cached_property
     def embedded(self) -> EmbeddedDefault:
-        """The embedded default, whose texts are generated on first use."""
+        """The embedded default, whose texts are unpacked on first use."""
         return ensure_embedded()
 
     @property

@@ -1,4 +1,4 @@
-"""Make the embedded target: a tokenizer and a tiny Llama, trained on the generated corpus, as a transformers folder.
+"""Make the embedded target: a tokenizer and a tiny Llama, trained on the embedded conversations, as a transformers folder.
 
 The Llama is trained shallow first, then deep, with Muon for the hidden matrices and AdamW for the rest. A narrow network
 of 16 layers takes long to find out that it can copy from its prompt; one of 4 layers finds it soon and at a quarter of
@@ -23,9 +23,9 @@ from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from draftsmith.data.batch import Tokenized
+from draftsmith.data.conversations.load import load_conversations
 from draftsmith.data.conversations.masks import tokenize_all
-from draftsmith.data.embedded.corpus import generate_conversations
-from draftsmith.data.embedded.default import SHIPPED
+from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
 from draftsmith.data.packing import plan_batches
 from draftsmith.train.optimizers import Muon
 
@@ -43,7 +43,7 @@ _DECAY_SHARE = 0.5  # of the steps at full depth
 class EmbeddedSettings:
     """Sizes of corpus and target, and its training; the defaults are those of the shipped one."""
 
-    conversations: int = 24_000  # generated, all used to train the tokenizer and the target
+    conversations: int = 24_000  # the first so many of the embedded ones, used to train the tokenizer and the target
     vocab_size: int = 1024  # entries of the tokenizer, special tokens included
     layers: int = 16
     hidden: int = 128
@@ -61,14 +61,14 @@ class EmbeddedSettings:
     # Of the hidden matrices. Without it the residual stream grows a thousandfold towards the last layers, and a draft
     # head that reads it learns next to nothing.
     weight_decay: float = 0.5
-    seed: int = 0  # of corpus, initial weights and order
+    seed: int = 0  # of initial weights and order
     eos_id: int = 2
     pad_id: int = 0
 
 
 def make_target(folder: Path, settings: EmbeddedSettings, *, dtype: torch.dtype, progress: bool = True) -> None:
     """Train and write the target to `folder`, in place of what is there."""
-    conversations = generate_conversations(settings.conversations, settings.seed)
+    conversations = load_conversations([str(ensure_embedded().conversations)], limit=settings.conversations)
     tokenizer = train_tokenizer((m["content"] for c in conversations for m in c.messages), settings.vocab_size)
     samples = tokenize_all(tokenizer, conversations, progress=progress).samples
     training = replace(settings, vocab_size=len(tokenizer))  # a small corpus may not fill the vocabulary

@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from draftsmith.data.batch import Tokenized
+from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.masks import tokenize_all
-from draftsmith.data.embedded.corpus import generate_conversations
+from draftsmith.data.embedded.default import ensure_embedded
 from scripts.bench.embedded import make as embedded
 from scripts.bench.embedded.make import EmbeddedSettings, batches, build_model, grow, make_target, packed_loss
 
@@ -32,6 +33,10 @@ MINI = EmbeddedSettings(
 )
 
 
+def embedded_conversations(count: int) -> list[Conversation]:
+    return load_conversations([str(ensure_embedded().conversations)], limit=count)
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made") / "target"
@@ -41,7 +46,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def samples() -> list[Tokenized]:
-    conversations = generate_conversations(40, seed=0)
+    conversations = embedded_conversations(40)
     tokenizer = embedded.train_tokenizer((m["content"] for c in conversations for m in c.messages), 300)
     return tokenize_all(tokenizer, conversations).samples
 
@@ -70,7 +75,7 @@ def test_the_target_is_a_plain_transformers_folder(made: Path) -> None:
 def test_the_target_has_learned(made: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(made)
     model = AutoModelForCausalLM.from_pretrained(made)
-    held_out = tokenize_all(tokenizer, generate_conversations(20, seed=5)).samples
+    held_out = tokenize_all(tokenizer, embedded_conversations(320)[300:]).samples
     with torch.no_grad():
         losses = [model(s.ids[None], labels=s.ids.where(s.mask, -100)[None]).loss for s in held_out]
     uniform = torch.tensor(float(len(tokenizer))).log()

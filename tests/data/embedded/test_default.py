@@ -1,5 +1,6 @@
-"""The embedded default: a target that is shipped, and texts that are generated once."""
+"""The embedded default: a target and texts that are shipped, the texts unpacked once."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -7,13 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.data.conversations.load import load_conversations
 from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.embedded import default
-from draftsmith.data.embedded.corpus import generate_conversations
 from draftsmith.data.embedded.default import EmbeddedDefault, ensure_embedded
 from draftsmith.errors import UserError
 
 pytestmark = pytest.mark.full
+
+UNSEEN = Path(__file__).parents[2] / "fixtures" / "embedded_unseen.jsonl"
+"""Conversations made like those that the target learned from, of another seed."""
+TRAINED_ON = "7300864c83f2be9993891494007cc8f1515b8678b494c3244f55ba80daf61f72"
+"""SHA-256 of the conversations that the shipped target has learned."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +34,7 @@ def test_the_shipped_target_has_learned(made: EmbeddedDefault) -> None:
     model = AutoModelForCausalLM.from_pretrained(made.target, dtype=torch.float32)
     assert (model.config.num_hidden_layers, model.config.vocab_size) == (16, len(tokenizer))
     assert tokenizer.eos_token_id == model.config.eos_token_id == 2
-    held_out = tokenize_all(tokenizer, generate_conversations(20, seed=5)).samples
+    held_out = tokenize_all(tokenizer, load_conversations([str(UNSEEN)])).samples
     with torch.no_grad():
         losses = [model(s.ids[None], labels=s.ids.where(s.mask, -100)[None]).loss for s in held_out]
     uniform = torch.tensor(float(len(tokenizer))).log()
@@ -38,6 +44,7 @@ def test_the_shipped_target_has_learned(made: EmbeddedDefault) -> None:
 def test_the_files_hold_the_corpus_and_held_out_prompts(made: EmbeddedDefault) -> None:
     conversations = [json.loads(line) for line in made.conversations.read_text().splitlines()]
     prompts = [json.loads(line) for line in made.prompts.read_text().splitlines()]
+    assert hashlib.sha256(made.conversations.read_bytes()).hexdigest() == TRAINED_ON
     assert len(conversations) == 24_000
     assert len(prompts) == 24 * 5
     assert [m["role"] for m in conversations[0]["messages"]] == ["user", "assistant"]

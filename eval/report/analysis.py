@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from draftsmith.eval.report.cells import DASH, number, percent, significant, times, whole
 from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Section, Table, View, best_k
-from draftsmith.eval.report.plots import Series, Stack, line_panel, part_swatch, stack_panel
+from draftsmith.eval.report.plots import Bar, Series, bars_panel, line_panel, part_swatch
 from draftsmith.eval.results.result import Measures, MsPerRound
 
 PARTS = ("draft", "verify", "commit", "other")
@@ -168,9 +168,9 @@ def time_split(view: View) -> Section:
     high = max((sum(_parts(split)) for *_, split in timed if split), default=0.0)
     panels = []
     for system in view.systems:
-        stacks = [Stack(name, _parts(split)) for name, s, split in timed if s is system and split]
-        if stacks:
-            panels.append(stack_panel(system.label, PARTS, stacks, show=significant, high=high))
+        bars = [(name, [_stack(split)]) for name, s, split in timed if s is system and split]
+        if bars:
+            panels.append(bars_panel(system.label, bars, show=significant, high=high))
     legend = tuple((part_swatch(i), part) for i, part in enumerate(PARTS))
     ends = ("ms per token", "ideal speedup", "measured", "share reached")
     columns = ("slice", "system", *(f"{part} ms" for part in PARTS), *ends)
@@ -181,6 +181,10 @@ def time_split(view: View) -> Section:
 
 def _parts(split: MsPerRound) -> tuple[float, ...]:
     return tuple(getattr(split, part) or 0.0 for part in PARTS)
+
+
+def _stack(split: MsPerRound) -> Bar:
+    return Bar(tuple((part, f"part{i}", ms) for i, (part, ms) in enumerate(zip(PARTS, _parts(split), strict=True))))
 
 
 def _time_cells(m: Measures) -> list[str] | None:

@@ -7,7 +7,7 @@ so nothing depends on colour alone. Every picture carries its numbers as a text 
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax import saxutils
 
@@ -28,20 +28,16 @@ class Series:
 
 @dataclass(frozen=True)
 class Bar:
-    """One horizontal bar; low and high draw a whisker."""
+    """One horizontal bar: its parts from left to right, as (name, class, value), None for what was not measured; a plain bar has one.
+    spread: the ends of a whisker."""
 
-    label: str
-    index: int
-    value: float | None
+    parts: tuple[tuple[str, str, float | None], ...]
     spread: tuple[float, float] | None = None
 
-
-@dataclass(frozen=True)
-class Stack:
-    """One horizontal bar made of parts."""
-
-    label: str
-    values: tuple[float, ...]
+    @property
+    def value(self) -> float:
+        """The sum of the parts."""
+        return sum(value or 0.0 for *_, value in self.parts)
 
 
 def line_panel(
@@ -102,19 +98,19 @@ def _line(
     )
 
 
-def bar_panel(
+def bars_panel(
     title: str,
     groups: Sequence[tuple[str, Sequence[Bar]]],
     *,
     show: Callable[[float], str],
+    high: float = 0.0,
     reference: tuple[float, str] | None = None,
 ) -> str:
-    """Draw groups of horizontal bars from 0, each with its number; reference: a dashed line with a name."""
+    """Draw groups of horizontal bars from 0, each with its sum. high: the least end of the axis, shared by panels; reference: a dashed
+    line with a name."""
     width, left, right, bar, gap, top = 400, 92, 56, 13, 10, 30
-    values = [
-        v for _, bars in groups for b in bars for v in (b.value, b.spread[1] if b.spread else None) if v is not None
-    ]
-    high = max([*values, reference[0] if reference else 0.0, 1e-9]) * 1.02
+    ends = [end for _, bars in groups for one in bars for end in (one.value, *(one.spread or ()))]
+    high = max([*ends, high, reference[0] if reference else 0.0, 1e-9]) * 1.02
 
     def x(value: float) -> float:
         return left + (width - left - right) * value / high
@@ -123,8 +119,10 @@ def bar_panel(
     for name, bars in groups:
         parts.append(_text(left - 8, y + bar * len(bars) / 2 + 4, _short(name, 13), "label", "end", tooltip=name))
         for one in bars:
-            parts.append(_bar(one, x, y, bar, left, show))
-            alternative.append(f"{name}, {one.label}: {_spoken(one.value, show)}")
+            parts += _bar(name, one, x, y, bar, show)
+            alternative.append(
+                f"{name}, " + ", ".join(f"{part}: {_spoken(value, show)}" for part, _, value in one.parts)
+            )
             y += bar
         y += gap
     if reference:
@@ -135,44 +133,21 @@ def bar_panel(
     return _svg(width, y, f"{title}. {'; '.join(alternative)}", parts)
 
 
-def _bar(one: Bar, x: Callable[[float], float], y: float, height: int, left: float, show: Callable) -> str:
-    if one.value is None:
-        return _text(left + 4, y + height - 3, "not measured", "tick")
-    end, middle = x(one.value), y + height / 2 - 0.5
-    shapes = [f'<rect class="bar" x="{left}" y="{_n(y)}" width="{_n(end - left)}" height="{height - 2}" rx="2"/>']
+def _bar(group: str, one: Bar, x: Callable[[float], float], y: float, height: int, show: Callable) -> Iterator[str]:
+    start = 0.0
+    for name, kind, value in one.parts:
+        if value is None:
+            yield _text(x(0.0) + 4, y + height - 3, "not measured", "tick")
+            return
+        size = f'x="{_n(x(start))}" y="{_n(y)}" width="{_n(max(x(value) - x(0.0), 0.0))}" height="{height - 2}"'
+        yield f'<rect class="{kind}" {size}><title>{_escape(f"{group}, {name}: {show(value)}")}</title></rect>'
+        start += value
+    end, middle = x(start), y + height / 2 - 0.5
     if one.spread:
         low, high = _n(x(one.spread[0])), _n(x(one.spread[1]))
-        shapes.append(
-            f'<path class="whisker" d="M{low} {_n(middle)}H{high}M{low} {_n(middle - 3)}v6M{high} {_n(middle - 3)}v6"/>'
-        )
+        yield f'<path class="whisker" d="M{low} {_n(middle)}H{high}M{low} {_n(middle - 3)}v6M{high} {_n(middle - 3)}v6"/>'
         end = max(end, x(one.spread[1]))
-    shapes.append(_text(end + 5, y + height - 3, show(one.value), "value"))
-    return f'<g class="s{one.index % NUM_COLOURS}"><title>{_escape(f"{one.label}: {show(one.value)}")}</title>{"".join(shapes)}</g>'
-
-
-def stack_panel(
-    title: str, part_names: Sequence[str], stacks: Sequence[Stack], *, show: Callable[[float], str], high: float
-) -> str:
-    """Draw one stacked horizontal bar per entry, with its sum; high: the end of the axis, shared by panels."""
-    width, left, right, bar, pitch, top = 400, 92, 56, 15, 24, 30
-
-    def x(value: float) -> float:
-        return left + (width - left - right) * value / max(high, 1e-9)
-
-    parts, alternative = [_text(0, 16, title, "title")], []
-    for row, stack in enumerate(stacks):
-        y, start = top + row * pitch, 0.0
-        parts.append(_text(left - 8, y + bar - 4, _short(stack.label, 13), "label", "end", tooltip=stack.label))
-        for i, (name, value) in enumerate(zip(part_names, stack.values, strict=True)):
-            parts.append(
-                f'<rect class="part{i}" x="{_n(x(start))}" y="{y}" width="{_n(max(x(start + value) - x(start), 0.0))}" '
-                f'height="{bar}"><title>{_escape(f"{stack.label}, {name}: {show(value)}")}</title></rect>'
-            )
-            start += value
-        parts.append(_text(x(start) + 5, y + bar - 4, show(start), "value"))
-        shares = ", ".join(f"{name} {show(v)}" for name, v in zip(part_names, stack.values, strict=True))
-        alternative.append(f"{stack.label}: {shares}")
-    return _svg(width, top + len(stacks) * pitch, f"{title}. {'; '.join(alternative)}", parts)
+    yield _text(end + 5, y + height - 3, show(start), "value")
 
 
 def marker(index: int, x: float, y: float) -> str:

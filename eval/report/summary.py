@@ -8,7 +8,7 @@ from collections.abc import Callable
 from draftsmith.eval.report.cells import DASH, between, milliseconds, number, percent, significant, some, times, whole
 from draftsmith.eval.report.losslessness import count_equal, whose_texts
 from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Section, System, Table, View, best_k, tau_of
-from draftsmith.eval.report.plots import Bar, bar_panel
+from draftsmith.eval.report.plots import NUM_COLOURS, Bar, bars_panel
 from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS, WITHIN, prompts_needed
 from draftsmith.eval.results.result import Measures
 
@@ -181,9 +181,16 @@ def _bars(
     show: Callable[[float], str],
 ) -> str:
     groups = [
-        (name, [Bar(s.label, s.index, value(m), spread(s, m)) for s, m in view.measured(name)]) for name in view.slices
+        (
+            name,
+            [
+                Bar(((s.label, f"bar s{s.index % NUM_COLOURS}", value(m)),), spread(s, m))
+                for s, m in view.measured(name)
+            ],
+        )
+        for name in view.slices
     ]
-    return bar_panel(title, groups, show=show, reference=(1.0, ALONE))
+    return bars_panel(title, groups, show=show, reference=(1.0, ALONE))
 
 
 def accepted_length(view: View) -> Section:

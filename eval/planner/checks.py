@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from draftsmith.eval.planner.plan import Option, Plan, same_draft
 from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS
-from draftsmith.eval.results.result import ROUNDING, Result
+from draftsmith.eval.results.result import FAR, ROUNDING
 
-_FAR = 0.1
-"""A prediction that misses by more says that the costs or the turns were held up."""
 QUIET = "--redo evaluate on a quiet machine, with more evaluate.repeats"
 """The remedy for times that cannot be trusted."""
 
@@ -41,7 +39,7 @@ class Check:
     @property
     def far(self) -> bool:
         """Whether plan and clock contradict each other."""
-        return not self.holds and abs(self.difference) > _FAR
+        return not self.holds and abs(self.difference) > FAR
 
     @property
     def text(self) -> str:
@@ -90,7 +88,7 @@ def find_flaws(plan: Plan, option: Option, checks: Sequence[Check], *, timed: bo
     here = [result for result in plan.results if result.hardware == plan.table.hardware]
     if any(r.settings.repeats == 1 and d.overall.speedup is not None for r in here for d in r.drafters.values()):
         yield Flaw("every system was timed once", "set evaluate.repeats to 3")
-    seen = dict.fromkeys(text for result in here for text in _impossible(result))
+    seen = dict.fromkeys(text for result in here for text, far in result.faults if far)
     own = (option.drafter, option.num_speculative_tokens)
     # What was timed itself does not rest on the predictions of other drafts.
     if far := [c for c in checks if c.far and (not timed or (c.drafter, c.num_speculative_tokens) == own)]:
@@ -107,12 +105,3 @@ def find_flaws(plan: Plan, option: Option, checks: Sequence[Check], *, timed: bo
             )
             break
     yield from (Flaw(one.text, costs) for one in plan.table.contradictions if one.place == (plan.batch, plan.context))
-
-
-def _impossible(result: Result) -> Iterator[str]:
-    """Yield which speeds of a result cannot be, a clause each."""
-    yield from result.impossible
-    for name, drafter in result.drafters.items():
-        m = drafter.overall
-        if m.speedup and m.ideal_speedup and m.speedup > (1 + _FAR) * m.ideal_speedup:
-            yield f"{name} was faster than its costs allow ({100 * m.speedup / m.ideal_speedup:.0f}% of the ideal)"

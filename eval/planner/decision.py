@@ -102,7 +102,9 @@ def make_decision(
         return None
     here = table.hardware == first.hardware
     checks = tuple(make_checks(plan))
-    verdict = decide(plan, checks=checks, doubts=doubts_of(results) if here else (), rising=rising, heldout=heldout)
+    verdict = decide(
+        plan, checks=checks, doubts=doubts_of(results, far=False) if here else (), rising=rising, heldout=heldout
+    )
     if verdict is None:
         return None
     if (gpus := export.tensor_parallel) > 1:
@@ -141,11 +143,16 @@ def _instead_of_a_tree(plan: Plan, chain: Option | None) -> str:
     )
 
 
-def doubts_of(results: Sequence[Result]) -> list[str]:
-    """Return why the times of results should not be quoted, each with its temperature where there are several."""
-    if len(results) == 1:
-        return results[0].doubts
-    return [f"at T={result.settings.temperature:g} {doubt}" for result in results for doubt in result.doubts]
+def doubts_of(results: Sequence[Result], *, far: bool = True) -> list[str]:
+    """Return why the times of results should not be quoted, each with its temperature where there are several. far: with those by which
+    nothing can be decided, which are flaws of a decision."""
+    several = len(results) > 1
+    return [
+        f"at T={result.settings.temperature:g} {text}" if several else text
+        for result in results
+        for text, is_far in result.faults
+        if far or not is_far
+    ]
 
 
 def write_decision(folder: Path, decision: Decision) -> None:

@@ -49,7 +49,8 @@ def decide(
 ) -> Verdict | None:
     """Return the verdict at the plan's batch and context; None where no draft was both simulated and timed.
 
-    checks: predicted against measured. doubts: why the clocks of the results cannot be trusted. rising: by how much tau is forecast to
+    checks: predicted against measured. doubts: why the clocks of the results cannot be trusted, besides what
+    makes flaws. rising: by how much tau is forecast to
     grow with twice the data. heldout: tau of the run's own head on its held-out answers. Both None where nobody knows.
     """
     options = plan.over_temperatures(plan.batch)
@@ -60,7 +61,7 @@ def decide(
     flaws = list(find_flaws(plan, best, checks, timed=timed))
     said = {flaw.what for flaw in flaws}
     off = max((c for c in checks if c.far and c.text not in said), key=lambda c: abs(c.difference), default=None)
-    doubts = [*(doubt for doubt in doubts if not doubt.endswith(tuple(said))), *([off.text] if off else [])]
+    doubts = [*doubts, *([off.text] if off else [])]
     reasons = [*_figures(plan, best), *(f"The clock: {doubt}." for doubt in doubts)]
     if others := [one.text for one in plan.table.contradictions if one.text not in said]:
         more = f", and {len(others) - 1} more" if len(others) > 1 else ""

@@ -28,6 +28,8 @@ WARNING = "warning"
 # From where on a clock is doubted: shares of the cores, of the target's speed, of the ideal, and of the time to a first token.
 _BUSY, _DRIFT, _IDEAL, _TTFT = 0.15, 0.15, 0.05, 0.25
 ROUNDING = 0.02  # so much above tau a speedup may be
+FAR = 0.1
+"""A time that is off by more says that the costs or the turns were held up."""
 
 
 @dataclass(frozen=True)
@@ -328,37 +330,36 @@ class Result:
         return sentences
 
     @property
-    def impossible(self) -> list[str]:
-        """Which speedups were measured above tau, a clause each: a round takes no less than a token of the target alone."""
+    def faults(self) -> list[tuple[str, bool]]:
+        """Why the times of this result should not be quoted, a clause each, and whether it is so far off that nothing can be decided on
+        them; empty where nothing is known against them."""
         gains = [(n, d.overall.speedup, d.overall.tau or d.overall.tau_simulated) for n, d in self.drafters.items()]
         gains += [(f"{p.drafter} with K = {p.num_speculative_tokens}", p.speedup, p.tau_simulated) for p in self.picks]
-        above = [(name, gain, tau) for name, gain, tau in gains if gain and tau and gain > (1 + ROUNDING) * tau]
-        return [f"{name} was faster than its tau allows ({gain:.2f}x at tau {tau:.2f})" for name, gain, tau in above]
-
-    @property
-    def doubts(self) -> list[str]:
-        """Why the times of this result should not be quoted, a clause each; empty where nothing is known against them."""
-        doubts = self.impossible
+        faults = [
+            # A round takes no less than a token of the target alone.
+            (f"{name} was faster than its tau allows ({gain:.2f}x at tau {tau:.2f})", True)
+            for name, gain, tau in gains
+            if gain and tau and gain > (1 + ROUNDING) * tau
+        ]
         if self.clocks is not None and (busy := self.clocks.others) is not None and busy > _BUSY:
-            doubts.append(f"other programs used {100 * busy:.0f}% of the cores while it was timed")
+            faults.append((f"other programs used {100 * busy:.0f}% of the cores while it was timed", False))
         for name, drafter in self.drafters.items():
             m = drafter.overall
             if m.baseline_tok_s and m.baseline_tok_s_spread:
                 low, high = m.baseline_tok_s_spread
                 if (drift := (high - low) / m.baseline_tok_s) > _DRIFT:
-                    doubts.append(f"the target alone varied by {100 * drift:.0f}% between repeats")
-            if m.speedup and m.ideal_speedup and m.speedup > (1 + _IDEAL) * m.ideal_speedup:
-                doubts.append(
-                    f"{name} was faster than its costs allow ({100 * m.speedup / m.ideal_speedup:.0f}% of the ideal)"
-                )
+                    faults.append((f"the target alone varied by {100 * drift:.0f}% between repeats", False))
+            if m.speedup and m.ideal_speedup and (share := m.speedup / m.ideal_speedup) > 1 + _IDEAL:
+                text = f"{name} was faster than its costs allow ({100 * share:.0f}% of the ideal)"
+                faults.append((text, share > 1 + FAR))
             # In a larger batch rows finish at other rounds with drafts, so that other prompts share a prefill.
             alone = self.settings.batch == 1
             if alone and m.ttft_s and m.ttft_baseline_s and abs(m.ttft_s / m.ttft_baseline_s - 1) > _TTFT:
-                moved = 100 * (m.ttft_s / m.ttft_baseline_s - 1)
-                doubts.append(
-                    f"the time to the first token moved by {moved:+.0f}% with {name}, which drafting cannot do"
+                moved = f"{100 * (m.ttft_s / m.ttft_baseline_s - 1):+.0f}%"
+                faults.append(
+                    (f"the time to the first token moved by {moved} with {name}, which drafting cannot do", False)
                 )
-        return list(dict.fromkeys(doubts))
+        return list(dict.fromkeys(faults))
 
 
 def to_json(result: Result) -> dict[str, Any]:

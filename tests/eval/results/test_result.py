@@ -209,7 +209,7 @@ def test_a_clock_that_cannot_be_trusted_is_said() -> None:
 
     def doubts(clocks: Clocks | None = None, **changes: Any) -> str:
         drafters = {"eagle3": DrafterResult(replace(m, **changes), {})}
-        return "; ".join(replace(quiet, clocks=clocks, drafters=drafters).doubts)
+        return "; ".join(text for text, _ in replace(quiet, clocks=clocks, drafters=drafters).faults)
 
     assert doubts() == ""
     assert doubts(Clocks(10.0, 10.0, 0.1, 1.0)) == ""

@@ -16,11 +16,11 @@ def make(folder: Path) -> None:
     (folder / FILE).write_text("".join(json.dumps({**GOOD, "id": name}) + "\n" for name in "ab"), encoding="utf-8")
 
 
-def line(name: str, value: Any) -> Case:
+def line(name: str, value: Any, *words: str) -> Case:
     """Return the case of a second line that holds `value`, a text as it stands; its sentence names file and line."""
     text = value if isinstance(value, str | bytes) else json.dumps(value)
     data = text if isinstance(text, bytes) else text.encode()
-    return Case(f"line-{name}", write(FILE, json.dumps(GOOD).encode() + b"\n" + data + b"\n"), (FILE, "line 2"))
+    return Case(f"line-{name}", write(FILE, json.dumps(GOOD).encode() + b"\n" + data + b"\n"), (FILE, "line 2", *words))
 
 
 def changed(key: str, name: str, value: Any) -> Case:
@@ -39,6 +39,7 @@ TABLE = Table(
         *damaged(FILE, without="empty"),
         line("empty", ""),
         line("list", [1]),
+        line("id-alone", {"id": "x"}, "is not an answer"),
         line("deep", '{"id": ' + nested(100_000) + "}"),
         *(changed(key, repr(value), value) for key in ("prompt_ids", "output_ids") for value in _BAD_IDS),
         changed("id", "list", [1]),

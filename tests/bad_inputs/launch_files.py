@@ -8,7 +8,7 @@ import yaml
 
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train.parallel import deepspeed_config, launch_settings
-from tests.bad_inputs.cases import Case, Table, damaged, nested, write
+from tests.bad_inputs.cases import Case, Table, damaged, nested, replace_by_folder, write
 
 FILE, ZERO = "launch.yaml", "zero.json"
 
@@ -29,13 +29,13 @@ def read(folder: Path) -> None:
     deepspeed_config(TrainSpec(), launch_settings(folder / FILE))
 
 
-def launch(key: str, value: Any) -> Case:
-    """Return the case of a launch file with another value; the sentence names the key."""
+def launch(key: str, value: Any, *words: str) -> Case:
+    """Return the case of a launch file with another value; the sentence names the key, and says the words."""
 
     def spoil(folder: Path) -> None:
         (folder / FILE).write_text(yaml.safe_dump(_launch(folder) | {key: value}), encoding="utf-8")
 
-    return Case(f"{key}-{json.dumps(value, default=str)[:30]}", spoil, (key,))
+    return Case(f"{key}-{json.dumps(value, default=str)[:30]}", spoil, (key, *words))
 
 
 def zero(name: str, **keys: Any) -> Case:
@@ -52,7 +52,6 @@ TABLE = Table(
         *(
             Case(name, write(FILE, content), (FILE,))
             for name, content in (
-                ("empty", ""),
                 ("list", "[a]"),
                 ("word", "hello"),
                 ("tabs", "a:\n\tb: 1\n"),
@@ -65,12 +64,17 @@ TABLE = Table(
                 ("laughs", "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{f'*a{i - 1}, ' * 10}]\n" for i in range(1, 10))),
             )
         ),
-        *damaged(FILE, without="long-integer half-surrogate cut null list empty word binary deep"),
+        Case("open-list", write(FILE, "a: ["), (FILE, "is not YAML")),
+        Case("other-keys", write(FILE, "method: eagle3"), (FILE, "no launch file")),
+        Case("nothing", write(FILE, ""), (FILE, "no launch file")),
+        Case("file-folder", replace_by_folder(FILE), (FILE, "is a folder, not a file")),
+        *damaged(FILE, without="folder long-integer half-surrogate cut null list empty word binary deep"),
         *(launch("distributed_type", value) for value in (None, ["NO"])),
-        *(launch("num_processes", value) for value in ("many", 0, -1, 1.5, 10**12, None)),
+        *(launch("num_processes", value) for value in (1.5, 10**12, None)),
+        *(launch("num_processes", value, "it must be a number from 1") for value in ("many", 0, -1)),
         *(launch("num_machines", value) for value in ("x", [1])),
         launch("use_cpu", {"a": 1}),
-        *(launch("fsdp_config", value) for value in ("x", [1])),
+        *(launch("fsdp_config", value, "it is a section") for value in ("x", [1], 3)),
         launch("deepspeed_config", 3),
         *damaged(ZERO, name="zero"),
         zero("stage-text", zero_optimization={"stage": "two"}),

@@ -58,6 +58,7 @@ TABLE = Table(
             ids(repr(value), value, "no token ids")
             for value in ([True], [5.0], ["5"], [None], [[5]], [], "5 6", 5, {"0": 5}, None, ...)
         ),
+        Case("object", write(FILE, "{}"), ("returns no token ids (vLLM 1): answers need a newer one",)),
         Case("no-choices", write(FILE, '{"choices": []}'), ("no token ids",)),
         Case("choices-null", write(FILE, '{"choices": null}'), ("no token ids",)),
         Case("choices-object", write(FILE, '{"choices": {"a": 1}}'), ("no token ids",)),

@@ -7,7 +7,7 @@ import torch
 
 from draftsmith.data.batch import Features
 from draftsmith.data.features.store import FeatureStore, FeatureWriter, StoreSpec
-from tests.bad_inputs.cases import Case, Table, copied, cut, damaged, edit_json
+from tests.bad_inputs.cases import Case, Table, copied, cut, damaged, edit_json, remove
 
 INDEX, SHARD = "index.json", "shard-00000.safetensors"
 
@@ -28,14 +28,14 @@ def read(folder: Path) -> None:
     store.get_many(range(len(store)))
 
 
-def index(name: str, **changes: Any) -> Case:
+def index(name: str, *words: str, **changes: Any) -> Case:
     """Return the case of an index with other values."""
-    return Case(f"index-{name}", edit_json(INDEX, **changes), (INDEX,))
+    return Case(f"index-{name}", edit_json(INDEX, **changes), (INDEX, *words))
 
 
-def shard(name: str, **changes: Any) -> Case:
+def shard(name: str, *words: str, **changes: Any) -> Case:
     """Return the case of an index whose entry of the shard is changed."""
-    return Case(f"shard-{name}", edit_json(INDEX, "shards", 0, **changes), (INDEX,))
+    return Case(f"shard-{name}", edit_json(INDEX, "shards", 0, **changes), (INDEX, *words))
 
 
 def _flip(folder: Path) -> None:
@@ -45,16 +45,16 @@ def _flip(folder: Path) -> None:
 
 
 _INDEX = (
-    *damaged(INDEX, name="index"),
-    index("schema-next", schema_version=2),
+    *damaged(INDEX, name="index", without="cut"),
+    Case("index-cut", cut(INDEX, 0.5), (INDEX, "is not JSON")),
+    index("schema-next", "schema_version 99", schema_version=99),
     index("schema-text", schema_version="1"),
     Case("index-incomplete", edit_json(INDEX, complete=False), ("not complete",)),
     index("complete-text", complete="yes"),
     index("layers-text", layer_ids="0,2"),
     index("layers-number", layer_ids=3),
     index("layers-texts", layer_ids=["0", "2"]),
-    index("dtype-unknown", dtype="float12"),
-    index("dtype-list", dtype=["float32"]),
+    *(index(f"dtype-{value}", "which no store has", dtype=value) for value in ("int4", 3, ["float32"])),
     index("hidden-text", hidden_size="4"),
     index("hidden-negative", hidden_size=-4),
     index("vocab-null", vocab_size=None),
@@ -82,9 +82,11 @@ _SHARDS = (
     shard("lengths-negative", lengths=[-3, 10, 5]),
     shard("lengths-of-equal-sum", lengths=[4, 3, 5]),
     shard("lengths-of-another-sum", lengths=[3, 4, 50]),
-    *damaged(SHARD, name="shard-file", without="cut"),
-    Case("shard-cut", cut(SHARD, 0.9), (SHARD,)),
-    Case("shard-flipped", _flip, (SHARD,)),
+    shard("lengths-short", "do not add up", SHARD, lengths=[3, 4]),
+    *damaged(SHARD, name="shard-file", without="cut missing"),
+    Case("shard-missing", remove(SHARD), (SHARD, "missing")),
+    Case("shard-cut", cut(SHARD, 0.9), (SHARD, "cut short")),
+    Case("shard-flipped", _flip, (SHARD, "corrupt")),
 )
 
 TABLE = Table("stores", copied(_build), read, (*_INDEX, *_SHARDS))

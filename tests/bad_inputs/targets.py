@@ -11,11 +11,13 @@ from tests.bad_inputs.cases import (
     Case,
     Table,
     copied,
+    cut,
     damaged,
     edit_header,
     edit_json,
     edit_tensors,
     nested,
+    remove,
     write,
 )
 from tests.models import save_tiny_target
@@ -128,7 +130,12 @@ _HEADERS = (
     Case("header-overlap", edit_header(WEIGHTS, _swap_offsets), (WEIGHTS,)),
     Case("header-length", write(WEIGHTS, b"\xff" * 64), (WEIGHTS,)),
     Case("header-deep", write(WEIGHTS, (200_000).to_bytes(8, "little") + nested(100_000).encode()), (WEIGHTS,)),
-    *damaged(WEIGHTS, "", name="weights", without="list null deep long-integer half-surrogate"),
+    *damaged(WEIGHTS, "", name="weights", without="list null deep long-integer half-surrogate cut missing"),
+    Case("weights-cut", cut(WEIGHTS, 0.9), (WEIGHTS, "cut short")),
+    Case("weights-missing", remove(WEIGHTS), ("no weights",)),
+    Case(
+        "weights-incomplete", edit_tensors(WEIGHTS, lambda tensors: tensors.pop("lm_head.weight")), ("lm_head.weight",)
+    ),
     Case("weights-longer", lambda f: (f / WEIGHTS).open("ab").write(b"1234"), (WEIGHTS,)),
     Case("weights-nan", _fill(math.nan), ("NaN",)),
     Case("weights-infinite", _fill(math.inf), ("NaN or infinity",)),
@@ -143,7 +150,9 @@ _INDEXES = (
     Case("index-map-numbers", _index('{"weight_map": {"a": 1}}'), (INDEX,)),
     Case("index-outside", _index('{"weight_map": {"a": "../model.safetensors"}}'), (INDEX, "../model.safetensors")),
     Case("index-absolute", _index('{"weight_map": {"a": "/etc/passwd"}}'), (INDEX, "/etc/passwd")),
-    Case("index-missing-file", _index('{"weight_map": {"a": "model-9.safetensors"}}'), ("model-9.safetensors",)),
+    Case(
+        "index-missing-file", _index('{"weight_map": {"a": "model-9.safetensors"}}'), ("model-9.safetensors", "missing")
+    ),
     Case("index-cut", _index('{"weight_map": {"a": '), (INDEX,)),
 )
 

@@ -39,6 +39,7 @@ TABLE = Table(
     read,
     (
         *damaged(FAST, "tokenizer", name="fast"),
+        Case("fast-half", write(FAST, '{"half'), ("is not JSON",)),
         Case("fast-object", write(FAST, "{}"), ("tokenizer",)),
         fast("model-null", model=None),
         fast("model-unknown", model={"type": "Magic"}),

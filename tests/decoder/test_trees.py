@@ -56,27 +56,6 @@ def test_trees_come_from_json(tmp_path: Path) -> None:
     assert load_tree("medusa_63") is PUBLISHED["medusa_63"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[[0], [0, 1, 0]]", r"has the node \[0, 1, 0\] but not its parent \[0, 1\]"),
-        ("[[0], [0]]", r"names the node \[0\] twice"),
-        ("[[-1]]", "negative rank"),
-        ("[]", "at least one node"),
-        ("[[]]", "at least one node"),
-        ('[[0], ["1"]]', "list of paths of whole numbers"),
-        ("[[true]]", "list of paths of whole numbers"),
-        ('{"tree": [[0]]}', "list of paths of whole numbers"),
-        ("[[0],", "is not JSON"),
-    ],
-)
-def test_what_is_no_tree_is_refused(tmp_path: Path, content: str, message: str) -> None:
-    file = tmp_path / "bad.json"
-    file.write_text(content)
-    with pytest.raises(UserError, match=message):
-        load_tree(str(file))
-
-
 def test_a_tree_may_be_as_large_as_the_limits_and_no_larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trees, "MOST_NODES", 5)
     monkeypatch.setattr(trees, "MOST_LEVELS", 3)

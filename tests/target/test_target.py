@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, DynamicCache, T5Config
 
 from draftsmith.errors import UserError
@@ -199,13 +198,6 @@ def test_missing_path_and_folder_that_is_no_model(tmp_path: Path) -> None:
     refused(tmp_path, str(tmp_path), "config.json")
 
 
-def test_config_of_unknown_type_and_broken_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}')
-    refused(tmp_path, "no_such_model")
-    (tmp_path / "config.json").write_text("{")
-    refused(tmp_path, str(tmp_path), "config")
-
-
 def test_encoder_only_is_refused_by_what_it_computes(tmp_path: Path) -> None:
     config = BertConfig(
         vocab_size=160,
@@ -225,28 +217,11 @@ def test_encoder_decoder_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, "t5", "encoder-decoder")
 
 
-def test_weights_missing_pickled_cut_or_incomplete(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     save_tiny_target(tmp_path, "llama")
-    weights = tmp_path / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-100])
-    refused(tmp_path, "model.safetensors", "cut short")
-    weights.write_bytes(whole)
-    tensors = load_file(weights)
-    del tensors["lm_head.weight"]
-    save_file(tensors, weights, metadata={"format": "pt"})
-    refused(tmp_path, "lm_head.weight")
-    weights.unlink()
-    refused(tmp_path, "no weights")
-    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "pytorch_model.bin")
     refused(tmp_path, "pytorch_model.bin", "safetensors")
-
-
-def test_missing_shard(tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path, max_shard_size="300KB")
-    assert load_target(str(tmp_path)).num_layers == 8
-    next(tmp_path.glob("model-00002*")).unlink()
-    refused(tmp_path, "model-00002", "missing")
 
 
 def test_options_that_do_not_exist(tmp_path: Path) -> None:
@@ -291,7 +266,7 @@ def test_fingerprint_names_the_weights_not_the_files(tmp_path: Path) -> None:
     assert first != fingerprint_directory(Path(save_tiny_target(tmp_path / "seed", "llama", seed=1)))
     assert first != fingerprint_directory(Path(save_tiny_target(tmp_path / "rope", "llama", rope_theta=5e5)))
     tiny_model("llama").save_pretrained(tmp_path / "sharded", max_shard_size="300KB")
-    assert first == fingerprint_directory(tmp_path / "sharded")
+    assert load_target(str(tmp_path / "sharded")).fingerprint == first
     assert load_target(str(tmp_path / "a"), dtype="bfloat16").fingerprint == first
 
 

@@ -101,14 +101,6 @@ def test_prompts_without_room_are_left_out(target: Target) -> None:
         prepare_prompts(tiny_tokenizer(), [long], max_new_tokens=lambda name: 6, max_length=120)
 
 
-def test_a_line_that_is_no_answer_is_named(target: Target, tmp_path: Path) -> None:
-    answer(target, tmp_path / "a.jsonl")
-    with (tmp_path / "a.jsonl").open("a") as file:
-        file.write('{"id": "x"}\n')
-    with pytest.raises(UserError, match="line 12 is not an answer"):
-        read_answers(tmp_path / "a.jsonl")
-
-
 def test_a_prompt_that_cannot_fit_is_left_out_without_making_tokens_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = []
     monkeypatch.setattr(templates, "encode", lambda tokenizer, text: cut.append(len(text)) or encode(tokenizer, text))

@@ -111,14 +111,6 @@ def test_a_request_that_fails_is_sent_again_and_then_said(status: int, monkeypat
             list(answer_all([server], REQUESTS, Sampling(1.0), 4, 160))
 
 
-@pytest.mark.parametrize("found", [{}, {"choices": []}, {"choices": [{"text": "x", "finish_reason": "stop"}]}])
-def test_a_server_that_returns_no_token_ids_is_refused(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(Engine(reply=lambda asked: (200, found))) as url:
-        server = AnswerServer(url, ["target"])
-        with pytest.raises(UserError, match=r"returns no token ids \(vLLM 9\.9\): answers need a newer one"):
-            list(answer_all([server], REQUESTS, Sampling(1.0), 2, 160))
-
-
 def test_what_is_no_server_of_the_target_is_refused() -> None:
     with serving(Engine(model="models/other")) as url, pytest.raises(UserError) as caught:
         AnswerServer(url, ["target"])

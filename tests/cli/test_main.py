@@ -128,12 +128,20 @@ def test_a_wrong_target_is_one_sentence_and_leaves_nothing(
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("command", ["regenerate", "train", "inspect", "plan"])
+@pytest.mark.parametrize(
+    ("command", "config"),
+    [
+        ("regenerate", '{"model_type": "llama", "draft_vocab_size": 9}'),
+        ("train", '{"method": "eagle3", "layer_ids": [1]}'),
+        ("inspect", '{"medusa_num_heads": 5}'),
+        ("plan", '{"model_type": "llama", "draft_vocab_size": 9}'),
+    ],
+)
 def test_a_draft_head_is_no_target(
-    command: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, config: str, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "head").mkdir()
-    (tmp_path / "head" / "config.json").write_text('{"model_type": "llama", "draft_vocab_size": 9}')
+    (tmp_path / "head" / "config.json").write_text(config)
     message = fails([command, *words, "--target.path", str(tmp_path / "head")], capsys)
     assert "is a draft head: give the folder of the model that it drafts for" in message
 

@@ -186,8 +186,6 @@ def test_medusa_alone_stores_no_aux_layers(workplace: Path, eagle: Path, capsys:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--evaluate.drafts", "[{tree: nowhere.json}]"], "There is no tree 'nowhere.json'"),
-        (["--evaluate.drafts", "[{tree: medusa_63}]"], "is 4 deep but medusa drafts 3 tokens at most"),
         (
             ["--evaluate.drafts", "[{tree: {work}/wide.json}]"],
             "The tree wide proposes rank 900000 (the most likely token has 0)",
@@ -200,10 +198,7 @@ def test_medusa_alone_stores_no_aux_layers(workplace: Path, eagle: Path, capsys:
             ["--evaluate.example_slices", "[chat, prose]"],
             "evaluate.example_slices names the slice prose, but the prompts have",
         ),
-        (["--evaluate.beside.other", "nowhere"], "evaluate.beside.other: there is no folder nowhere"),
         (["--evaluate.beside.medusa", "{eagle}"], "the name of the run's own"),
-        (["--export.layout", "eagle3"], "medusa"),
-        (["--head.layer_ids", "[2]"], "layer_ids"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -306,17 +306,6 @@ def test_a_dashboard_that_is_not_installed(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"method": "eagle3", "layer_ids": [1]}, {"model_type": "llama", "draft_vocab_size": 9}, {"medusa_num_heads": 5}],
-)
-def test_a_draft_head_is_no_target(config: dict[str, Any], workplace: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    session = session_of(workplace, tmp_path, "eagle3", {}, f"--target.path={tmp_path}")
-    with pytest.raises(UserError, match=f"The target {tmp_path} is a draft head"):
-        preflight(session, "train")
-
-
 @pytest.mark.parametrize("method", ["draft_model", "peagle"])
 def test_sizes_that_are_too_large_together_are_refused_by_arithmetic(
     method: str, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -370,18 +370,6 @@ def test_lost_files_are_made_again(workplace: Path, finished: Path, tmp_path: Pa
     assert (run / readme).read_text().replace(str(run), str(finished)) == (finished / readme).read_text()
 
 
-def test_a_destination_with_other_files_is_refused_before_anything_changes(
-    workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    run, foreign = tmp_path / "elsewhere", tmp_path / "elsewhere" / "export" / "eagle3" / "notes.txt"
-    foreign.parent.mkdir(parents=True)
-    foreign.write_text("mine")
-    words = ["--head", str(finished / "train" / "best")]
-    assert main(["export", *options(workplace, run), *words]) == 2
-    assert "is not a model folder (it holds ['notes.txt'])" in capsys.readouterr().err
-    assert [path for path in run.rglob("*") if path.is_file()] == [foreign]
-
-
 def test_redo_makes_a_stage_again_once(workplace: Path, finished: Path, tmp_path: Path) -> None:
     run = tmp_path / "copy"
     shutil.copytree(finished, run)

@@ -385,6 +385,10 @@ MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
 ]
 
 
+def test_every_method_has_a_spec() -> None:
+    assert {method for method, *_ in SPECS.values()} >= set(methods())
+
+
 def test_every_check_has_a_mutant() -> None:
     assert {check for check, *_ in MUTANTS} == set(CHECKS)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from draftsmith.decoder.answers import Request, tally_generation, total
+from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
@@ -14,8 +14,6 @@ from draftsmith.decoder.trees import StaticTree
 from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import head_system
-from draftsmith.eval.measure.lossless import check_lossless
-from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
@@ -24,7 +22,6 @@ from draftsmith.heads.medusa.head import MedusaHead, build
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
-from tests.decoding import assert_same
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
@@ -100,17 +97,6 @@ def test_loss_is_the_papers(decay: float) -> None:
     assert float(scored.loss_sum.detach()) == pytest.approx(float(expected), rel=1e-5)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_cut_tree_is_simulated_as_it_decodes(depth: int) -> None:
-    target, head = trained()
-    cut = head_system("medusa", head, 4, 8, tree=BUSH).make(depth)
-    found = decode_batch(target, cut, requests(6), Sampling()).generations
-    simulated = simulate_generations(target, head, found, Sampling(), 3, tree=BUSH).tallies
-    assert_same(
-        total([tally_generation(g, depth) for g in found], depth), total([t[depth - 1] for t in simulated], depth)
-    )
-
-
 def test_typical_acceptance_is_lossy_and_takes_more() -> None:
     target, head = trained(temperature=1.0)
     group, sampling = requests(12), Sampling(1.0)
@@ -119,17 +105,6 @@ def test_typical_acceptance_is_lossy_and_takes_more() -> None:
     lossy = decode_batch(target, MedusaDrafter(head, 3, tree=BUSH), group, sampling, rule).generations
     assert sum(len(g.rounds) for g in lossy) < sum(len(g.rounds) for g in exact)
     assert [g.output_ids for g in lossy] != [g.output_ids for g in exact]
-
-
-def test_losslessness_of_several_drafters_is_checked_by_name() -> None:
-    target, head = trained()
-    lineup = [head_system("medusa", head, 3, 4), head_system("medusa", head, 3, 4, tree=BUSH)]
-    found = check_lossless(target, lineup, requests(4), Sampling())
-    assert list(found) == ["medusa", "medusa bush"]
-    for scopes in found.values():
-        assert set(scopes) == {"overall", "a", "b"}
-        assert scopes["overall"].equal == scopes["overall"].checked == 4
-        assert scopes["overall"].tau == pytest.approx(scopes["overall"].tau_simulated)
 
 
 def test_a_tree_deeper_than_the_heads_is_refused() -> None:

@@ -22,7 +22,6 @@ from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.measure.measure import collect_texts
 from draftsmith.eval.measure.quality import compare_targets
-from draftsmith.eval.simulate.acceptance import acceptance
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.eval.tree_search.budget import measure_tree_costs
 from draftsmith.eval.tree_search.search import FoundTree
@@ -279,37 +278,6 @@ def test_training_scores_drafts_by_the_tuned_target(sampling: Sampling) -> None:
     found = simulate_generations(target, head, own, sampling, 3).tallies
     assert [t[2].tau for t in found] == pytest.approx([t[2].tau for t in expected], abs=1e-9)
     assert total((t[2] for t in found), 3).tau > 1.0
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [Sampling(), Sampling(1.0), Sampling(0.8, top_k=20), Sampling(1.0, repetition_penalty=1.3), Sampling(1.0, top_k=1)],
-)
-@pytest.mark.parametrize("greedy_drafts", [False, True])
-def test_on_other_texts_a_draft_is_accepted_by_what_both_distributions_share(
-    sampling: Sampling, greedy_drafts: bool
-) -> None:
-    """sum_x min(p, q), row by row, with the distributions of the deployed heads and of the merged target; whatever token the text has."""
-    target, head, batch = example()
-    deployed = head.deployed(target).eval()
-    tuned = pack(deployed.verifier(target), documents_of(target), ())  # the same documents
-    with torch.no_grad():
-        c = acceptance(head(batch, 3), batch, target.head, None, sampling, greedy_drafts=greedy_drafts).c_BLK
-        steps, seen = deployed(tuned, 3).steps, [int(x) for x in batch.ids.flatten()]
-        for step in steps:
-            for at, q in zip(step.rows.tolist(), step.logits, strict=True):
-                place = at + 1 + step.offset
-                logits = deployed.verifier(target).head.logits(tuned.last.flatten(0, 1)[place])
-                begin = place - int(tuned.position.flatten()[place])
-                for token in set(seen[begin : place + 1]) if sampling.repetition_penalty != 1 else ():
-                    logits[token] *= (
-                        sampling.repetition_penalty if logits[token] < 0 else 1 / sampling.repetition_penalty
-                    )
-                p_V, q_V = probs_of(logits, sampling), probs_of(q, Sampling() if greedy_drafts else sampling)
-                assert float(c.flatten(0, 1)[at, step.offset]) == pytest.approx(
-                    float(torch.minimum(p_V, q_V).sum()), abs=2e-3
-                )
-    assert int((~c.isnan()).sum()) == sum(len(step.rows) for step in steps)
 
 
 def test_the_trees_of_a_tuned_target_are_timed() -> None:

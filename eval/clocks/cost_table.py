@@ -159,9 +159,11 @@ class CostTable:
 
     @property
     def contradictions(self) -> list[Contradiction]:
-        """The places that were held up while they were timed, as a place of the same batch with another context shows: a pass and a
-        draft take no less behind more tokens, and what a round spends besides grows no faster than these do. What else runs only
-        ever adds to a time, so that the dearer place is wrong."""
+        """The places whose times cannot be right, as another context at the same batch shows.
+
+        A pass and a draft take no less time behind more tokens. What a round spends besides grows no faster than they do. What else
+        runs on the machine only adds time, so the dearer of the two places is the wrong one.
+        """
         dearer: dict[tuple[int, int], str] = {}
         for batch, name in product(self.batches, (ALONE, *self.drafters)):
             points = [point for point in self.points if point.batch == batch]

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from draftsmith.errors import one_line, printable
 from draftsmith.eval.gate.compare import BETTER, CHANGED, WORSE, Comparison, Difference, DrafterComparison
+from draftsmith.eval.report import page_model
 from draftsmith.eval.report.cells import DASH
-from draftsmith.eval.report.page_model import OVERALL
-from draftsmith.eval.report.report import markdown_cell, terminal_cell
+from draftsmith.eval.report.report import as_markdown, markdown_cell, terminal_cell
 from draftsmith.eval.results.metrics import METRICS, Metric
 
 COLUMNS = ("slice", "metric", "old", "new", "change", "interval", "verdict")
@@ -51,10 +51,8 @@ def comparison_markdown(comparison: Comparison) -> str:
     lines += [f"- {which}: {markdown_cell(file)} ({markdown_cell(side)})" for which, file, side in _sides(comparison)]
     lines += [f"- {markdown_cell(note)}" for note in comparison.notes]
     for one in comparison.drafters:
-        rows = [_cells(d) for d in one.differences]
-        lines += ["", f"## {markdown_cell(_title(one))}", ""]
-        table = (COLUMNS, ("---", "---", *["---:"] * 4, "---"), *rows)
-        lines += [f"| {' | '.join(map(markdown_cell, row))} |" for row in table]
+        table = page_model.Table("", COLUMNS, tuple(page_model.Row(_cells(d)) for d in one.differences), heads=2)
+        lines += ["", f"## {markdown_cell(_title(one))}", "", as_markdown(table, tails=1).rstrip()]
     return "\n".join([*lines, "", _summary(comparison), ""])
 
 
@@ -75,7 +73,9 @@ def _title(one: DrafterComparison) -> str:
 def _is_brief(d: Difference, one: DrafterComparison) -> bool:
     """Whether a terminal shows a difference."""
     tau = "tau" if any(d.metric == "tau" for d in one.differences) else "tau_simulated"
-    return d.slice == OVERALL or d.metric in (tau, f"k_sweep[{min(one.k)}]", "speedup") or d.verdict in _STYLES
+    return (
+        d.slice == page_model.OVERALL or d.metric in (tau, f"k_sweep[{min(one.k)}]", "speedup") or d.verdict in _STYLES
+    )
 
 
 def _cells(d: Difference) -> tuple[str, ...]:

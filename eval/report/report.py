@@ -24,7 +24,7 @@ from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report import analysis, appendix, conditions, losslessness, summary, training
 from draftsmith.eval.report import decision as decisions
 from draftsmith.eval.report.cells import DASH, number, significant, times
-from draftsmith.eval.report.page_model import OVERALL, Sample, View, view_of
+from draftsmith.eval.report.page_model import OVERALL, Row, Sample, Table, View, view_of
 from draftsmith.eval.results.result import Piece, Result
 from draftsmith.eval.training.history import History
 from draftsmith.storage import write_text
@@ -114,9 +114,9 @@ def headline_markdown(results: Sequence[Result], *, overall_only: bool = False) 
     """Return the same table in Markdown, for README and docs, without columns that hold nothing, such as speeds of a simulation;
     overall_only leaves out the slices."""
     rows = [row for row in headline_rows(results) if not overall_only or row[1] == OVERALL]
-    lines = [HEADLINE_COLUMNS, ("---", "---", *["---:"] * (len(HEADLINE_COLUMNS) - 2)), *rows]
     kept = [i for i in range(len(HEADLINE_COLUMNS)) if any(row[i] != DASH for row in rows)]
-    return "".join(f"| {' | '.join(markdown_cell(cells[i]) for i in kept)} |\n" for cells in lines)
+    columns, *lines = (tuple(cells[i] for i in kept) for cells in (HEADLINE_COLUMNS, *rows))
+    return as_markdown(Table("", columns, tuple(map(Row, lines)), heads=2))
 
 
 def _view(results: Sequence[Result], decision: Decision | None = None, history: History | None = None) -> View:
@@ -153,7 +153,7 @@ def _render(template: str, results: Sequence[Result], decision: Decision | None,
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     }
     environment.filters |= {
-        "cell": markdown_cell,
+        "as_markdown": as_markdown,
         "fenced": fenced,
         "cut": cut,
         "plain": plain,
@@ -181,6 +181,14 @@ def markdown_cell(text: Any) -> Markup:
     text = re.sub(r"([\\`*\[\]|])", r"\\\1", printable(str(text)))
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return Markup(re.sub(r"\s+", " ", text))
+
+
+def as_markdown(table: Table, tails: int = 0) -> Markup:
+    """Return the columns and rows of a table in Markdown. tails: columns of words at its end."""
+    end = len(table.columns) - tails
+    rule = ("---:" if not table.words and table.heads <= i < end else "---" for i in range(len(table.columns)))
+    lines = (table.columns, rule, *(row.cells for row in table.rows))
+    return Markup("".join(f"| {' | '.join(map(markdown_cell, line))} |\n" for line in lines))
 
 
 def plain(text: str) -> Markup:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections import deque
 from typing import Any
 
 from tqdm import tqdm
@@ -15,8 +14,8 @@ SAID = "DRAFTSMITH_SAID"
 """The environment variable by which processes that are started here learn which warnings have been printed."""
 _LOG_SECONDS = 30
 """Seconds between two lines of a bar that is not on a terminal."""
-_WINDOW = 60
-"""Seconds that a rate is taken over."""
+_SMOOTHING = 0.1
+"""The weight of the time since a bar was last drawn in the rate that it shows; a line in a log has the rate since the last line."""
 _LINE = "{desc}: {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
 _WARNING = "warning: "
 _said: set[str] = set()
@@ -64,7 +63,7 @@ def _off() -> bool:
 
 
 class Bar(tqdm):
-    """tqdm's bar, whose rate is that of the last minute.
+    """tqdm's bar, whose rate is the recent one.
 
     Not on a terminal it is a line at the start, every 30 seconds and at the end. TQDM_DISABLE and `--quiet` turn it off.
     """
@@ -76,11 +75,11 @@ class Bar(tqdm):
         self._in_log = not file.isatty()
         self._said_at: float | None = None
         self._said_n: float | None = None
-        self._seen: deque[tuple[float, float]] = deque()
         if self._in_log:
             # The last two keep tqdm from deciding itself when to print.
             kwargs |= {"bar_format": _LINE, "mininterval": _LOG_SECONDS, "miniters": 1}
-        super().__init__(*args, file=file, disable=disable or _off(), **kwargs)
+        smoothing = 1.0 if self._in_log else _SMOOTHING
+        super().__init__(*args, file=file, disable=disable or _off(), smoothing=smoothing, **kwargs)
 
     def skip(self, count: int) -> None:
         """Count what an earlier process did: it has no part in the rate, from which the time that is left follows."""
@@ -89,32 +88,7 @@ class Bar(tqdm):
         self.initial += count
         self.last_print_n += count
         self.n += count
-        self._seen = deque((then, n + count) for then, n in self._seen)
         self.refresh()
-
-    def update(self, n: float = 1) -> bool | None:
-        """Count `n` more as done."""
-        if not self.disable:
-            now = self._time()
-            if not self._seen:
-                self._seen.append((self.start_t, self.n))
-            if now - self._seen[-1][0] >= 1:
-                self._seen.append((now, self.n + n))
-            while len(self._seen) > 2 and now - self._seen[1][0] >= _WINDOW:
-                self._seen.popleft()
-        return super().update(n)  # type: ignore[no-any-return]
-
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        """What a line is made of; the rate over all at the end."""
-        facts: dict[str, Any] = super().format_dict
-        if self._seen and self.n < (self.total or 0):
-            then, n = self._seen[0]
-            seconds = self._time() - then
-            facts["rate"] = (self.n - n) / seconds if seconds > 0 and self.n > n else None
-        else:
-            facts["rate"] = None
-        return facts
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool | None:
         """Show it as it is now; in a log at most every 30 seconds."""
@@ -134,6 +108,7 @@ class Bar(tqdm):
         """End with how far it came."""
         if not self.disable and self._in_log:
             if self.n != self._said_n:
+                self._ema_dt = lambda: None  # the rate over all, as tqdm ends with
                 self._print(self._time())
             self.disable = True
             self._decr_instances(self)

@@ -76,8 +76,9 @@ def left(bar: Bar) -> str:
     return found[1]
 
 
-def test_the_time_that_is_left_follows_from_the_last_minute(clock: Clock) -> None:
-    bar = Bar(total=1000, file=io.StringIO())
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_the_time_that_is_left_follows_from_the_recent_rate(clock: Clock, kind: type[io.StringIO]) -> None:
+    bar = Bar(total=1000, file=kind())
     for _ in range(100):
         clock.now += 10
         bar.update()

@@ -5,7 +5,7 @@ served (`draftsmith costs`) decides together with acceptance that was measured e
 running servers (`draftsmith costs --server`) only whole rounds can be timed.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from itertools import permutations, product
 from pathlib import Path
@@ -236,45 +236,41 @@ def read_cost_table(path: str | Path) -> CostTable:
     if bool(table.servers) == (table.hardware is not None):
         raise UserError(f"{path} is of a machine or of 'servers', one of the two: write the table again.")
     for number, point in enumerate(table.points):
-        _check_point(point, f"{path}: 'points[{number}]'", whole=bool(table.servers))
+        if flaw := next(_flaws(point, whole=bool(table.servers)), None):
+            raise UserError(f"{path}: 'points[{number}]' {flaw}: write the table again with `draftsmith costs`.")
     if table.bandwidth is not None and table.bandwidth <= 0:
         raise UserError(f"{path}: 'bandwidth' is {table.bandwidth:g}, which no memory has: write the table again.")
     return table
 
 
-def _check_point(point: CostPoint, where: str, *, whole: bool) -> None:
-    """Raise UserError for costs that are no positive numbers, or lack a part: `whole` rounds, or verify_ms and the others."""
-    again = "write the table again with `draftsmith costs`"
+def _flaws(point: CostPoint, *, whole: bool) -> Iterator[str]:
+    """Yield, a clause each, which costs are no positive numbers, or lack a part: `whole` rounds, or verify_ms and the others."""
     if point.batch < 1 or point.context < 1:
-        raise UserError(
-            f"{where} is for batch {point.batch} and context {point.context}, which must be at least 1: {again}."
-        )
+        yield f"is for batch {point.batch} and context {point.context}, which must be at least 1"
     kinds = {f"{kind}.{n}".rstrip("."): c for kind in ("draft_ms", "round_ms") for n, c in getattr(point, kind).items()}
     for name, costs in (kinds if whole else {"verify_ms": point.verify_ms, **kinds}).items():
         least = 0 if name == "round_ms" else 1  # the target alone
-        odd = [size for size in costs if not (size.isascii() and size.isdecimal() and int(size) >= least)]
-        if odd or not costs:
-            raise UserError(f"{where} has {name} by {odd[0]!r}" if odd else f"{where} has no {name}" + f": {again}.")
-        if wrong := [size for size, ms in costs.items() if ms <= 0]:
-            raise UserError(
-                f"{where} says that {name} of {wrong[0]} takes {costs[wrong[0]]:g} ms, which is no time: {again}."
-            )
+        for size in costs:
+            if not (size.isascii() and size.isdecimal() and int(size) >= least):
+                yield f"has {name} by {size!r}"
+        if not costs:
+            yield f"has no {name}"
+        for size, ms in costs.items():
+            if ms <= 0:
+                yield f"says that {name} of {size} takes {ms:g} ms, which is no time"
     parts = point.verify_ms or point.draft_ms or point.overhead_ms
     if bool(parts) == whole or bool(point.round_ms) != whole:
-        raise UserError(
-            f"{where} must have {'round_ms alone' if whole else 'no round_ms'}, as the table's 'servers' say: {again}."
-        )
+        yield f"must have {'round_ms alone' if whole else 'no round_ms'}, as the table's 'servers' say"
     alone = "0" in point.round_ms.get(ALONE, {}) if whole else "1" in point.verify_ms and ALONE in point.overhead_ms
     if not alone:
-        raise UserError(f"{where} lacks the costs of the target alone: {again}.")
+        yield "lacks the costs of the target alone"
     for kind in ("admit_ms",) if whole else ("admit_ms", "overhead_ms"):
         held: dict[str, float] = getattr(point, kind)
-        if missing := set(point.drafters) - held.keys():
-            raise UserError(f"{where} lacks {kind} of {sorted(missing)[0]}: {again}.")
-        if negative := [name for name, ms in held.items() if ms < 0]:
-            raise UserError(
-                f"{where} says that {kind} of {negative[0]!r} is {held[negative[0]]:g} ms, below zero: {again}."
-            )
+        for name in sorted(set(point.drafters) - held.keys()):
+            yield f"lacks {kind} of {name}"
+        for name, ms in held.items():
+            if ms < 0:
+                yield f"says that {kind} of {name!r} is {ms:g} ms, below zero"
 
 
 def write_cost_table(path: Path, table: CostTable) -> None:

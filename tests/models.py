@@ -1,4 +1,4 @@
-"""Tiny random models of the architectures that targets come in."""
+"""Tiny random models of the architectures that targets come in, and options of small heads for them."""
 
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,20 @@ _SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "granite": ("granite", {"logits_scaling": 4.0}),
 }
+
+_BLOCK = {"layer_ids": [2, 4, 6], "block_size": 4, "mask_token_id": 0, "num_layers": 2, "anchors": 4}
+SMALL_HEADS: dict[str, dict[str, Any]] = {
+    "dflash": _BLOCK,
+    "draft_model": {"num_hidden_layers": 1},
+    "dspark": {**_BLOCK, "markov_rank": 4},
+    "eagle1": {"aligned_passes": 3},
+    "eagle3": {"layer_ids": [2, 4, 6], "ttt_steps": 3},
+    "hydra": {"num_heads": 3, "prefix_attention": True},
+    "medusa": {"num_heads": 3},
+    "medusa2": {"num_heads": 3, "lora_r": 4, "lora_dropout": 0.0},
+    "peagle": {"layer_ids": [2, 4, 6], "depths": 3, "num_hidden_layers": 2, "mask_token_id": 0},
+}
+"""Options of a small head of three steps or more, by method; one that is not here has its own defaults."""
 
 
 def tiny_model(kind: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:

@@ -11,38 +11,20 @@ from torch import Tensor
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.extract import OnlineSource
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.dflash import DFlashOptions
-from draftsmith.heads.draft_model.options import DraftLmOptions
-from draftsmith.heads.dspark.options import DSparkOptions
-from draftsmith.heads.eagle1.options import Eagle1Options
-from draftsmith.heads.eagle3.options import Eagle3Options
-from draftsmith.heads.hydra.options import HydraOptions
-from draftsmith.heads.medusa.options import MedusaOptions
-from draftsmith.heads.medusa2.options import Medusa2Options
-from draftsmith.heads.peagle.options import PEagleOptions
 from draftsmith.heads.registry import methods
 from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrainSpec
 from draftsmith.target.target import Target
 from draftsmith.train.schedule import TrainData
-from tests.models import tiny_model
+from tests.models import SMALL_HEADS, tiny_model
 
 DEVICE = torch.device(os.environ.get("DRAFTSMITH_GPU_TESTS_ON", "cuda"))
 LAYERS = (2, 4, 6)
-_BLOCK: dict[str, Any] = {"layer_ids": list(LAYERS), "block_size": 4, "mask_token_id": 0, "num_layers": 2, "anchors": 4}
 OPTIONS: dict[str, Any] = {
-    "dflash": DFlashOptions(**_BLOCK),
-    "draft_model": DraftLmOptions(num_hidden_layers=1),
-    "dspark": DSparkOptions(**_BLOCK, markov_rank=4),
-    "eagle1": Eagle1Options(aligned_passes=3),
-    "eagle3": Eagle3Options(layer_ids=list(LAYERS), ttt_steps=3),
-    "hydra": HydraOptions(num_heads=3, prefix_attention=True),
-    "medusa": MedusaOptions(num_heads=3),
-    "medusa2": Medusa2Options(num_heads=3, lora_r=4, lora_dropout=0.0),
-    "peagle": PEagleOptions(layer_ids=list(LAYERS), depths=3, num_hidden_layers=2, mask_token_id=0),
+    name: method.options_class(**SMALL_HEADS.get(name, {}))
+    for name, method in methods().items()
+    if name != "medusa2" or find_spec("peft")
 }
 """A small head of every method, of three steps or more."""
-if find_spec("peft") is None:
-    del OPTIONS["medusa2"]
 
 on_gpu = [
     pytest.mark.gpu,

@@ -111,7 +111,7 @@ def test_a_run(run: dict[str, str], workplace: Path, tmp_path: Path) -> None:
         "bush": {"tree": str(workplace / "bush.json")},
         "dynamic": {"tree": "dynamic", "depth": 3, "total_tokens": 8},
     }
-    keys = {f"head.{key}": value for key, value in HEADS.get(run["method"], {}).items()}
+    keys = {f"head.{key}": value for key, value in HEADS[run["method"]].items()}
     keys |= {"method": run["method"], "train.loss.kind": run["loss"], "train.precision": run["precision"]}
     keys |= {"features.source": run["source"], "train.optimizer": run["optimizer"], "data_dir": str(workplace / "data")}
     keys["evaluate.drafts"] = [tree.get(run["tree"], {"tree": "chain"})]

@@ -1,5 +1,6 @@
 """Figures in README and docs are those of the committed result files, and their commands exist."""
 
+import json
 import re
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import pytest
 from draftsmith.cli.commands import COMMANDS
 from draftsmith.eval.report.report import headline_markdown
 from draftsmith.eval.results.result import read_result
-from scripts.bench.decoder.bench import read_bench, render
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,10 +27,11 @@ def test_tables_of_the_decoding_bench_are_those_of_committed_results() -> None:
     found = re.findall(r"<!-- bench: (.+?) -->\n(.*?)<!-- end -->", page.read_text(encoding="utf-8"), re.DOTALL)
     assert found
     for name, table in found:
-        rows, facts = read_bench((page.parent / name).with_suffix(".json"))
-        assert facts["commit"]
-        assert (page.parent / name).read_text(encoding="utf-8") == render(rows, facts)
-        assert table.strip() == render(rows, facts).strip()
+        facts = json.loads((page.parent / name).with_suffix(".json").read_text(encoding="utf-8"))
+        assert f"commit {facts['commit']}, " in table
+        for row in facts["rows"]:
+            assert f"| {row['batch']} | {row['system']} | {row['tok_s']:.0f} | " in table
+        assert table.strip() == (page.parent / name).read_text(encoding="utf-8").strip()
 
 
 def test_readme_shows_a_table_of_results() -> None:

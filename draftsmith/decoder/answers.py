@@ -112,12 +112,24 @@ class Generation:
 @dataclass(frozen=True)
 class Decoded:
     """The answers of one batch and the seconds spent: `ttft` (prefill and first token), then draft, verify, commit and
-    other, which add up to the decode time. passes: target passes over drafts, each for all rows. peak_bytes: on a GPU."""
+    other, which add up to the decode time. passes: target passes over drafts, each for all rows. peak_bytes: on a GPU. early:
+    tokens beyond each answer's first that came within `ttft`."""
 
     generations: list[Generation]
     seconds: dict[str, float]
     passes: int = 0
     peak_bytes: int | None = None
+    early: int = 0
+
+    @property
+    def timed_tokens(self) -> int:
+        """Tokens that came in the decode time."""
+        return sum(len(g.output_ids) - 1 for g in self.generations) - self.early
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of the decode time."""
+        return sum(seconds for part, seconds in self.seconds.items() if part != "ttft")
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,7 @@ def _decode_in_turns(
         [prompts.repeat(number) for number in range(spec.repeats)],
         sampling,
         batch=spec.batch,
-        picks=[one.system for one in chosen],
-        generate=plain(target) if spec.generate and spec.batch == 1 else None,
+        picks=[*(one.system for one in chosen), *([plain(target)] if spec.generate and spec.batch == 1 else [])],
         journal=journal,
     )
 

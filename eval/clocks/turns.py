@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from draftsmith.decoder.answers import Decoded, Request
-from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.eval.drafters.generate_baseline import GenerateSystem, Timed
+from draftsmith.eval.drafters.generate_baseline import GenerateSystem
 from draftsmith.eval.drafters.system import SystemUnderTest, Way
-from draftsmith.eval.simulate.answers import pack_decoded, unpack_decoded, without_request
+from draftsmith.eval.simulate.answers import pack_decoded, unpack_decoded
 from draftsmith.foreign.journal import Journal
 from draftsmith.machine import Clocks, ClockWatch
 from draftsmith.progress import Bar
@@ -27,41 +26,42 @@ FEW = 2
 _WAITING = 3
 """Groups are this many batches longer than the batch, so that rows which finish early are taken over."""
 
+_System = SystemUnderTest | GenerateSystem
+_Way = Way | GenerateSystem
+
 Repeats = list[list[Decoded]]
 """What one system decoded: of each repeat its groups of requests, slice by slice."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """What was decoded. by_name: the target alone is "". generate: of transformers' own decoding, by repeat. clocks: of all turns."""
+    """What was decoded. by_name: the target alone is "". clocks: of all turns."""
 
     by_name: dict[str, Repeats]
-    generate: list[list[Timed]]
     clocks: Clocks
 
 
 def run_systems(
     target: Target,
-    systems: Sequence[SystemUnderTest],
+    systems: Sequence[_System],
     requests_by_repeat: Sequence[Sequence[Request]],
     sampling: Sampling,
     *,
     batch: int,
-    picks: Sequence[SystemUnderTest] = (),
-    generate: GenerateSystem | None = None,
+    picks: Sequence[_System] = (),
     journal: Journal | None = None,
 ) -> Turns:
     """Decode every repeat's requests with the target alone and with every drafter, in turns.
 
     A drafter with a target of its own is verified by that one. batch: requests decoded at once. It is continuous, as in
-    serving engines: a request that is done makes room for the next of its group. picks, generate: take their turns on the first
-    groups of each slice, the latter one request after the other. journal: what it holds is not decoded again. Shows a bar.
+    serving engines: a request that is done makes room for the next of its group. picks: take their turns on the first groups of each
+    slice only. journal: what it holds is not decoded again. Shows a bar.
     """
-    ways = {"": Way(target, TargetAlone())} | {s.name: s.way(target) for s in (*systems, *picks)}
+    ways: dict[str, _Way] = {"": Way(target, TargetAlone())}
+    ways |= {s.name: s.way(target) for s in (*systems, *picks)}
     journal = journal or Journal()
     partly, warm = {s.name for s in picks}, False
     decoded: dict[str, Repeats] = {name: [[] for _ in requests_by_repeat] for name in ways}
-    answered: list[list[Timed]] = [[] for _ in requests_by_repeat]
     clocks: list[Clocks] = []
     total, title = sum(map(len, requests_by_repeat)), f"decoding at T={sampling.temperature:g}"
     with Bar(total=total, desc=title, unit="prompt") as bar:
@@ -71,22 +71,20 @@ def run_systems(
                 seen[group[0].slice] += 1
                 first = seen[group[0].slice] <= (FEW if batch == 1 else 1)
                 taking = {name: way for name, way in ways.items() if first or name not in partly}
-                asking = generate if first else None
                 name = f"{repeat}/{number}"
-                if (turn := _kept(journal.get(name), group, taking, asking)) is not None:
+                if (turn := _kept(journal.get(name), group, taking)) is not None:
                     bar.skip(len(group))
                 else:
                     if not warm:
-                        _warm_up(ways, generate, requests_by_repeat[0][0], sampling)
+                        _warm_up(ways, requests_by_repeat[0][0], sampling)
                         warm = True
-                    turn = _take(taking, asking, group, sampling, batch)
+                    turn = _take(taking, group, sampling, batch)
                     journal.add(name, _pack_turn(turn))
                     bar.update(len(group))
                 for way in taking:
                     decoded[way][repeat].append(turn.by_name[way])
-                answered[repeat] += turn.generate
                 clocks.append(turn.clocks)
-    return Turns(decoded, answered, Clocks.together(clocks))
+    return Turns(decoded, Clocks.together(clocks))
 
 
 @dataclass(frozen=True)
@@ -94,31 +92,25 @@ class _Turn:
     """What all systems made of one group."""
 
     by_name: dict[str, Decoded]
-    generate: list[Timed]
     clocks: Clocks
 
 
-def _take(
-    ways: dict[str, Way], generate: GenerateSystem | None, group: list[Request], sampling: Sampling, batch: int
-) -> _Turn:
+def _take(ways: dict[str, _Way], group: list[Request], sampling: Sampling, batch: int) -> _Turn:
     watch, by_name = ClockWatch(), {}
     for name, way in ways.items():
         device = way.target.device
         if on_gpu := device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        decoded = decode_batch(way.target, way.drafter, group, sampling, way.typical, rows=batch)
+        decoded = way.decode(group, sampling, batch)
         by_name[name] = replace(decoded, peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None)
-    answered = [] if generate is None else [generate.answer(request, sampling) for request in group]
-    return _Turn(by_name, answered, watch.read())
+    return _Turn(by_name, watch.read())
 
 
-def _warm_up(ways: dict[str, Way], generate: GenerateSystem | None, request: Request, sampling: Sampling) -> None:
+def _warm_up(ways: dict[str, _Way], request: Request, sampling: Sampling) -> None:
     """Decode a few tokens every way, as first passes are slow."""
     short = replace(request, max_new_tokens=min(16, request.max_new_tokens))
     for way in ways.values():
-        decode_batch(way.target, way.drafter, [short], sampling, way.typical)
-    if generate is not None:
-        generate.answer(short, sampling)
+        way.decode([short], sampling)
 
 
 def _groups(requests: Sequence[Request], size: int) -> list[list[Request]]:
@@ -133,20 +125,13 @@ def _pack_turn(turn: _Turn) -> dict[str, Any]:
     """Return a turn as JSON; the requests are known."""
     return {
         "by_name": {name: pack_decoded(decoded) for name, decoded in turn.by_name.items()},
-        "generate": [without_request(timed) for timed in turn.generate],
         "clocks": asdict(turn.clocks),
     }
 
 
-def _kept(value: Any, group: Sequence[Request], ways: dict[str, Way], generate: GenerateSystem | None) -> _Turn | None:
+def _kept(value: Any, group: Sequence[Request], ways: dict[str, _Way]) -> _Turn | None:
     """Return the turn that a journal holds, None where it holds none or not every system's."""
-    if value is None or not ways.keys() <= value["by_name"].keys() or (generate and not value["generate"]):
+    if value is None or not ways.keys() <= value["by_name"].keys():
         return None
-    return _Turn(
-        {name: unpack_decoded(decoded, group) for name, decoded in value["by_name"].items()},
-        [
-            Timed(request, **{**timed, "output_ids": tuple(timed["output_ids"])})
-            for request, timed in zip(group if generate else (), value["generate"], strict=False)
-        ],
-        Clocks(**value["clocks"]),
-    )
+    kept = {name: unpack_decoded(decoded, group) for name, decoded in value["by_name"].items()}
+    return _Turn(kept, Clocks(**value["clocks"]))

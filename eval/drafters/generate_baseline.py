@@ -4,29 +4,21 @@
 needs no call of its own.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-from draftsmith.decoder.answers import Request
+from draftsmith.decoder.answers import Decoded, Generation, Request
 from draftsmith.decoder.clock import Stopwatch
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.target.target import Target
 
-
-@dataclass(frozen=True)
-class Timed:
-    """A timed answer. output_ids: up to and with EOS. ttft_s: until the first tokens came: one, or with an assistant those
-    of its first round, its own prefill included, which favours it a little. decode_s, tokens: after them."""
-
-    request: Request
-    output_ids: tuple[int, ...]
-    ttft_s: float
-    decode_s: float
-    tokens: int
+GENERATE = "transformers: generate"
+"""The name of `generate` alone among the systems of a run."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +36,18 @@ class GenerateSystem:
     num_speculative_tokens: int = 0
     confidence: float = 0.0
 
+    def way(self, target: Target) -> "GenerateSystem":
+        """Return what decodes in an evaluation of `target`, its own."""
+        return self
+
     @torch.no_grad()
-    def answer(self, request: Request, sampling: Sampling) -> Timed:
-        """Answer a request. Sampled texts come from torch's generator, so they differ from ours."""
-        target = self.target
-        options = _sampling_options(target, sampling) | dict(self.options)
+    def decode(self, requests: Sequence[Request], sampling: Sampling, rows: int = 1) -> Decoded:
+        """Answer requests one after the other, whatever `rows` is. Sampled texts come from torch's generator, so they differ from ours.
+
+        Returned are texts and seconds: ttft, until the first tokens came (one, or with an assistant those of its first round, its own
+        prefill included, which favours it a little), and decode.
+        """
+        options = _sampling_options(self.target, sampling) | dict(self.options)
         if self.assistant is not None:
             # Read from the assistant alone: what `generate` is given for it is ignored.
             config = self.assistant.model.generation_config
@@ -56,15 +55,22 @@ class GenerateSystem:
             config.num_assistant_tokens_schedule = "constant"
             config.assistant_confidence_threshold = self.confidence
             options["assistant_model"] = self.assistant.model
-        ids = torch.tensor([request.prompt_ids], device=target.device)
-        clock = _Arrivals(target.device)
-        output = target.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens, streamer=clock, **options
-        )
-        clock.watch.lap("decode")
-        answer_ids = tuple(output[0, ids.shape[1] :].tolist())
-        seconds = clock.watch.seconds
-        return Timed(request, answer_ids, seconds["ttft"], seconds["decode"], len(answer_ids) - clock.first)
+        answers, seconds, early = [], Counter[str](), 0
+        for request in requests:
+            ids = torch.tensor([request.prompt_ids], device=self.target.device)
+            clock = _Arrivals(self.target.device)
+            output = self.target.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=request.max_new_tokens,
+                streamer=clock,
+                **options,
+            )
+            clock.watch.lap("decode")
+            answers.append(Generation(request, output[0, ids.shape[1] :].tolist(), ttft_s=clock.watch.seconds["ttft"]))
+            seconds.update(clock.watch.seconds)
+            early += clock.first - 1
+        return Decoded(answers, dict(seconds), early=early)
 
 
 class _Arrivals(BaseStreamer):
@@ -89,20 +95,20 @@ class _Arrivals(BaseStreamer):
 
 def plain(target: Target) -> GenerateSystem:
     """Return `generate` alone."""
-    return GenerateSystem("generate", target)
+    return GenerateSystem(GENERATE, target)
 
 
 def assisted(target: Target, draft: Target, num_speculative_tokens: int, *, confidence: float = 0.0) -> GenerateSystem:
     """Return assisted generation with drafts of `num_speculative_tokens`; transformers' own default is to stop a draft
     at the first token below a confidence of 0.4."""
-    name = "generate, assisted" + (f" at confidence {confidence:g}" if confidence else "")
+    name = f"{GENERATE}, assisted" + (f" at confidence {confidence:g}" if confidence else "")
     return GenerateSystem(name, target, {}, draft, num_speculative_tokens, confidence)
 
 
 def looked_up(target: Target, num_speculative_tokens: int) -> GenerateSystem:
     """Return `generate` with prompt lookup."""
     options = {"prompt_lookup_num_tokens": num_speculative_tokens, "max_matching_ngram_size": 3}
-    return GenerateSystem("generate, prompt lookup", target, options)
+    return GenerateSystem(f"{GENERATE}, prompt lookup", target, options)
 
 
 def _sampling_options(target: Target, sampling: Sampling) -> dict[str, object]:

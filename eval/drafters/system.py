@@ -6,8 +6,9 @@ K: num_speculative_tokens.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from draftsmith.decoder.answers import Generation
+from draftsmith.decoder.answers import Decoded, Generation, Request
 from draftsmith.decoder.cache import KVCache, entry_bytes
+from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Drafter
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
@@ -78,6 +79,10 @@ class Way:
     target: Target
     drafter: Drafter
     typical: Typical | None = None
+
+    def decode(self, requests: Sequence[Request], sampling: Sampling, rows: int = 1) -> Decoded:
+        """Answer requests, at most `rows` at once."""
+        return decode_batch(self.target, self.drafter, requests, sampling, self.typical, rows=rows)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 from draftsmith.decoder.answers import Decoded, Generation, Tally, tally_generation, total
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.clocks.turns import Repeats, Turns
-from draftsmith.eval.drafters.generate_baseline import Timed
+from draftsmith.eval.drafters.generate_baseline import GENERATE
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.quality import Judge, compare_targets, judged_shares, perplexities
 from draftsmith.eval.results.bootstrap import bootstrap_tau, mean_tau
@@ -137,7 +137,7 @@ def summarize(
         fields = _acceptance(system, texts, some, costs, thought_of)
         if turns is not None:
             drafted, alone = (of_slice(turns.by_name[name], slice_name) for name in (system.name, ""))
-            generate = [[g for g in repeat if slice_name in (None, g.request.slice)] for repeat in turns.generate]
+            generate = of_slice(turns.by_name.get(GENERATE, []), slice_name)
             fields |= _speeds(drafted, alone, generate)
             # A batch's rounds are those of its slowest row, which tau does not tell.
             single = all(len(d.generations) == 1 for repeat in drafted for d in repeat)
@@ -204,7 +204,7 @@ def _acceptance(
     }
 
 
-def _speeds(repeats: Repeats, baseline: Repeats, generate: Sequence[Sequence[Timed]]) -> dict[str, Any]:
+def _speeds(repeats: Repeats, baseline: Repeats, generate: Repeats) -> dict[str, Any]:
     """Return the fields of `Measures` that the clocks tell, of a drafter and of the target alone on the same prompts."""
     pairs = _paired_speeds(repeats, baseline)
     speeds, base_speeds, ratios = ([p[0] for p in pairs], [p[1] for p in pairs], [a / b for a, b in pairs])
@@ -225,12 +225,12 @@ def _speeds(repeats: Repeats, baseline: Repeats, generate: Sequence[Sequence[Tim
         fields[f"token_wait{middle}_s"] = _percentiles([wait for d in of for g in d.generations for wait in g.waits])
         peaks = [d.peak_bytes for d in of if d.peak_bytes is not None]
         fields[f"peak_memory{middle}_bytes"] = max(peaks, default=None)
-    return {**fields, "ms_per_round": _ms_per_round(groups)}
+    return {**fields, "ms_per_round": ms_per_round(groups)}
 
 
 def _paired_speeds(repeats: Repeats, baseline: Repeats) -> list[tuple[float, float]]:
     """Return tokens per second of both in each repeat in which both decoded something."""
-    both = zip(map(_tok_s, repeats), map(_tok_s, baseline), strict=True)
+    both = zip(map(tok_s, repeats), map(tok_s, baseline), strict=True)
     return [(speed, alone) for speed, alone in both if speed and alone]
 
 
@@ -242,15 +242,14 @@ def _spread(values: Sequence[float]) -> "tuple[float, float] | None":
     return (min(values), max(values)) if values else None
 
 
-def _over_generate(repeats: Repeats, generate: Sequence[Sequence[Timed]]) -> float | None:
+def _over_generate(repeats: Repeats, generate: Repeats) -> float | None:
     """Decode tok/s over generate's in the same repeat, both on generate's prompts: the median over repeats."""
     ratios = []
     for ours, theirs in zip(repeats, generate, strict=False):
-        answered = [g for g in theirs if g.tokens > 0 and g.decode_s > 0]
-        names = {g.request.sample_id for g in answered}
-        speed = _tok_s([d for d in ours if d.generations[0].request.sample_id in names])
-        if speed:
-            ratios.append(speed * sum(g.decode_s for g in answered) / sum(g.tokens for g in answered))
+        answered = [d for d in theirs if d.timed_tokens > 0 and d.decode_s > 0]
+        names = {d.generations[0].request.sample_id for d in answered}
+        if speed := tok_s([d for d in ours if d.generations[0].request.sample_id in names]):
+            ratios.append(speed / tok_s(answered))
     return _median(ratios)
 
 
@@ -281,14 +280,13 @@ def measure_pick(
     return Pick(drafter, k, len(names), tau, _median(ratios), _spread(ratios))
 
 
-def _tok_s(batches: Sequence[Decoded]) -> float:
+def tok_s(batches: Sequence[Decoded]) -> float:
     """Tokens after the first over decode seconds; 0 where nothing was decoded."""
-    tokens = sum(len(g.output_ids) - 1 for d in batches for g in d.generations)
-    seconds = sum(d.seconds[part] for d in batches for part in _DECODE_PARTS)
-    return tokens / seconds if seconds else 0.0
+    seconds = sum(d.decode_s for d in batches)
+    return sum(d.timed_tokens for d in batches) / seconds if seconds else 0.0
 
 
-def _ms_per_round(groups: Sequence[Decoded]) -> MsPerRound | None:
+def ms_per_round(groups: Sequence[Decoded]) -> MsPerRound | None:
     """Mean milliseconds per target pass (all rows of a batch share it)."""
     passes = sum(d.passes for d in groups)
     if not passes:

@@ -376,7 +376,7 @@ def test_an_interrupted_evaluation_goes_on_where_it_was(
     how: tuple[str, ...], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A kill by any way loses the part it comes in: what came before is not decoded again, and no figure changes."""
-    place = "draftsmith.eval.simulate.answers.decode" if how else "draftsmith.eval.clocks.turns.decode_batch"
+    place = "draftsmith.eval.simulate.answers.decode" if how else "draftsmith.eval.drafters.system.decode_batch"
     work = decode if how else decode_batch
     monkeypatch.setattr("draftsmith.stages.evaluator.answer_alone", partial(answer_alone, rows=1))
     monkeypatch.setattr("draftsmith.eval.simulate.answers._KEPT_BATCHES", 1)

@@ -1,18 +1,16 @@
 """Compare the decoder with other decoders in one run: `python -m scripts.bench.decoder --recipe R --output FOLDER`.
 
 Measured are the target alone, every drafter of the recipe's `evaluate` section, and transformers' own decoding
-(`generate`, prompt lookup, assisted generation where the recipe names a draft model). Systems take turns on every prompt,
-or on every group of prompts in a batch, so that drifts of the machine hit all alike. Greedy or sampled, at the first of the
-recipe's temperatures. Writes bench.json and bench.md.
+(`generate`, prompt lookup, assisted generation where the recipe names a draft model), in turns. Greedy or sampled, at the first
+of the recipe's temperatures. Writes bench.json and bench.md.
 
 Its own options are listed by --help, with every key of a recipe.
 """
 
-import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -20,18 +18,19 @@ from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
-from tqdm import tqdm
 
-from draftsmith.decoder.answers import Decoded, Request, tally_generation, total
+from draftsmith.decoder.answers import Request, tally_generation, total
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.drafters.known_acceptance import KnownAcceptance
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.costs import measure_costs
-from draftsmith.eval.clocks.round_profile import RoundProfile, profile_rounds
+from draftsmith.eval.clocks.turns import Repeats, run_systems
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem, assisted, looked_up, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.measure.measure import ms_per_round, tok_s
+from draftsmith.eval.results.result import MsPerRound
 from draftsmith.machine import environment_json
 from draftsmith.recipe.options import Option, number, require_recipe, take_options, whole_number
 from draftsmith.recipe.parse import parse_recipe
@@ -43,14 +42,12 @@ from draftsmith.target.target import Target
 from scripts.bench.pages.tables import markdown_table
 
 ALONE = "target alone"
-_PROFILED = 6
-"""Prompts on which rounds are profiled."""
 
 _COUNT = whole_number("a whole number of at least 1")
 _CHANCE = number("a probability from 0 to 1", lambda value: 0 <= value <= 1)
 _KNOWN = "Also drafts of which each token is right with probability A, at temperature 0."
 _SPEEDS = ("batch", "system", "tok/s", "spread", "speedup", "spread", "tau", "of the ideal", "equal texts")
-_ROUNDS = ("target forward", "draft forward", "choosing drafts", "masks", "verify and commit", "round", "outside")
+_ROUNDS = ("draft", "verify", "commit", "other", "round")
 OPTIONS = (
     Option("--output", "FOLDER", "Where bench.json and bench.md go.", Path, Path("bench")),
     Option("--batch", "N", "Rows decoded at once; repeatable.", _COUNT, many=True),
@@ -61,23 +58,10 @@ OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One system on one group of prompts: tokens after each answer's first, the seconds they took, and the texts."""
-
-    tokens: int
-    seconds: float
-    texts: tuple[tuple[int, ...], ...]
-    decoded: Decoded | None = None
-
-
-Run = Callable[[Sequence[Request]], Outcome]
-
-
-@dataclass(frozen=True)
 class SystemSpeed:
     """A system at one batch size. Speeds are medians over the repeats with their smallest and largest; speedup is paired
     with the target alone of the same repeat. ideal: at batch 1, tau over the separately timed passes of a round. equal:
-    greedy texts that are those of the target alone. profile: milliseconds per round."""
+    greedy texts that are those of the target alone."""
 
     system: str
     batch: int
@@ -90,7 +74,7 @@ class SystemSpeed:
     share_of_ideal: float | None
     equal: int | None
     texts: int
-    profile: RoundProfile | None
+    ms_per_round: MsPerRound | None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         recipe = parse_recipe(words, "python -m scripts.bench.decoder", __doc__ or "", OPTIONS)
         rows, facts = bench(Session(recipe, head=own.head), own.batch or [1], own.known_acceptance)
         text = render(rows, facts)
-        write_json(own.output / "bench.json", {**facts, "rows": [as_json(row) for row in rows]})
+        write_json(own.output / "bench.json", {**facts, "rows": [asdict(row) for row in rows]})
         write_text(own.output / "bench.md", text)
     except UserError as error:
         print(f"bench_decoding: {error}", file=sys.stderr)
@@ -123,13 +107,13 @@ def bench(
     drafters = at_temperature(drafters_of(session, target, prompts), sampling)
     drafters += _known(target, requests, sampling, alphas, spec.num_speculative_tokens)
     costs = _ideal_costs(target, drafters, requests, sampling) if 1 in batches else {}
+    # Of one slice, so that a batch is filled with prompts of all.
+    repeats = [[replace(request, slice="") for request in requests]] * spec.repeats
     rows = []
     for batch in batches:
-        outcomes = _take_turns(_systems(target, drafters, sampling, batch), requests, batch, spec.repeats)
-        some = requests[:: max(len(requests) // max(_PROFILED, batch), 1)]
-        profiled = {ALONE: TargetAlone()} | {c.name: c.make(c.num_speculative_tokens) for c in drafters if c.lossless}
-        profiles = {name: profile_rounds(target, one, some, sampling, batch) for name, one in profiled.items()}
-        rows += _rows(outcomes, batch, drafters, costs, profiles, greedy=sampling.greedy)
+        theirs = _transformers(target, drafters) if batch == 1 else []
+        found = run_systems(target, [*drafters, *theirs], repeats, sampling, batch=batch).by_name
+        rows += _rows({ALONE: found.pop("")} | found, batch, drafters, costs, greedy=sampling.greedy)
     facts = {
         "command": shlex.join(["python", *sys.argv]),
         **environment_json(),
@@ -158,31 +142,6 @@ def _known(
     ]
 
 
-def _systems(target: Target, drafters: Sequence[SystemUnderTest], sampling: Sampling, batch: int) -> dict[str, Run]:
-    def ours(drafter: Drafter, typical: Any) -> Run:
-        def run(requests: Sequence[Request]) -> Outcome:
-            decoded = decode_batch(target, drafter, requests, sampling, typical, rows=batch)
-            texts = tuple(tuple(g.output_ids) for g in decoded.generations)
-            seconds = sum(value for name, value in decoded.seconds.items() if name != "ttft")
-            return Outcome(sum(len(text) - 1 for text in texts), seconds, texts, decoded)
-
-        return run
-
-    def theirs(system: GenerateSystem) -> Run:
-        def run(requests: Sequence[Request]) -> Outcome:
-            timed = [system.answer(request, sampling) for request in requests]
-            seconds, texts = sum(t.decode_s for t in timed), tuple(t.output_ids for t in timed)
-            return Outcome(sum(t.tokens for t in timed), seconds, texts)
-
-        return run
-
-    systems: dict[str, Run] = {ALONE: ours(TargetAlone(), None)}
-    systems |= {c.name: ours(c.make(c.num_speculative_tokens), c.typical) for c in drafters}
-    if batch == 1:
-        systems |= {f"transformers: {s.name}": theirs(s) for s in _transformers(target, drafters)}
-    return systems
-
-
 def _transformers(target: Target, drafters: Sequence[SystemUnderTest]) -> list[GenerateSystem]:
     systems = [plain(target)]
     for c in drafters:
@@ -193,27 +152,6 @@ def _transformers(target: Target, drafters: Sequence[SystemUnderTest]) -> list[G
             systems.append(assisted(target, model, c.num_speculative_tokens))
             systems.append(assisted(target, model, c.num_speculative_tokens, confidence=0.4))
     return systems
-
-
-def _take_turns(
-    systems: Mapping[str, Run], requests: Sequence[Request], batch: int, repeats: int
-) -> dict[str, list[list[Outcome]]]:
-    """Run all systems in turns; return their outcomes, repeat by repeat. A group has four times the rows of a batch."""
-    size = 1 if batch == 1 else 4 * batch
-    groups = [requests[i : i + size] for i in range(0, len(requests), size)]
-    warm = [Request(r.sample_id, r.slice, r.prompt_ids, min(8, r.max_new_tokens)) for r in requests[:batch]]
-    for run in systems.values():
-        run(warm)
-    names = list(systems)
-    outcomes: dict[str, list[list[Outcome]]] = {name: [[] for _ in range(repeats)] for name in systems}
-    with tqdm(total=repeats * len(requests), desc=f"decoding, batch {batch}", unit="prompt") as bar:
-        for repeat in range(repeats):
-            for turn, group in enumerate(groups):
-                # Who comes first changes, so that nobody always follows the same one.
-                for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                    outcomes[name][repeat].append(systems[name](group))
-                bar.update(len(group))
-    return outcomes
 
 
 def _ideal_costs(
@@ -233,27 +171,28 @@ def _ideal_costs(
 
 
 def _rows(
-    outcomes: Mapping[str, list[list[Outcome]]],
+    decoded: Mapping[str, Repeats],
     batch: int,
     drafters: Sequence[SystemUnderTest],
     costs: Mapping[str, float],
-    profiles: Mapping[str, RoundProfile],
     *,
     greedy: bool,
 ) -> list[SystemSpeed]:
     fixed = {c.name: c.fixed_length for c in drafters} | {ALONE: True}
-    lengths = {c.name: c.num_speculative_tokens for c in drafters} | {ALONE: 1}
-    alone = [_speed(repeat) for repeat in outcomes[ALONE]]
-    expected = [text for outcome in outcomes[ALONE][0] for text in outcome.texts]
+    lengths = {c.name: c.num_speculative_tokens for c in drafters}
+    alone = [tok_s(repeat) for repeat in decoded[ALONE]]
+    if not all(alone):
+        raise UserError("No answer has a second token, so there is nothing to time: raise evaluate.max_new_tokens.")
+    expected = [g.output_ids for d in decoded[ALONE][0] for g in d.generations]
     rows = []
-    for name, repeats in outcomes.items():
-        speeds = [_speed(repeat) for repeat in repeats]
+    for name, repeats in decoded.items():
+        speeds = [tok_s(repeat) for repeat in repeats]
         ratios = [ours / base for ours, base in zip(speeds, alone, strict=True)]
-        texts = [text for outcome in repeats[0] for text in outcome.texts]
-        decoded = [o.decoded for repeat in repeats for o in repeat if o.decoded is not None]
+        texts = [g.output_ids for d in repeats[0] for g in d.generations]
+        groups = [d for repeat in repeats for d in repeat]
         # transformers' own have no rounds of ours to count.
         k = lengths.get(name, 1)
-        tau = total((tally_generation(g, k) for d in decoded for g in d.generations), k).tau if decoded else None
+        tau = total((tally_generation(g, k) for d in groups for g in d.generations), k).tau
         # A batch's rounds are those of its slowest row, which tau does not tell.
         known = tau is not None and batch == 1 and fixed.get(name, False)
         ideal = 1000 * tau / costs[name] if known and tau is not None else None
@@ -269,26 +208,11 @@ def _rows(
                 ideal_tok_s=ideal,
                 share_of_ideal=median(speeds) / ideal if ideal else None,
                 texts=len(texts),
-                profile=profiles.get(name),
                 equal=sum(a == b for a, b in zip(expected, texts, strict=True)) if greedy else None,
+                ms_per_round=ms_per_round(groups),
             )
         )
     return rows
-
-
-def _speed(repeat: Sequence[Outcome]) -> float:
-    tokens, seconds = sum(o.tokens for o in repeat), sum(o.seconds for o in repeat)
-    if not tokens:
-        raise UserError("No answer has a second token, so there is nothing to time: raise evaluate.max_new_tokens.")
-    return tokens / seconds
-
-
-def as_json(row: SystemSpeed) -> dict[str, Any]:
-    """Return a row with the sums of its profile."""
-    found = asdict(row)
-    if row.profile is not None:
-        found["profile"] |= {"total": row.profile.total, "outside": row.profile.outside}
-    return found
 
 
 def render(rows: Sequence[SystemSpeed], facts: Mapping[str, Any]) -> str:
@@ -307,19 +231,8 @@ def render(rows: Sequence[SystemSpeed], facts: Mapping[str, Any]) -> str:
         cells.append(f"{row.speedup_spread[0]:.2f} to {row.speedup_spread[1]:.2f}")
         cells += ["" if value is None else f"{value:.2f}" for value in (row.tau, row.share_of_ideal)]
         speeds.append([*name, *cells, "" if row.equal is None else f"{row.equal}/{row.texts}"])
-        if (p := row.profile) is not None and p.rounds:
-            parts = (p.target, p.draft, p.draft_other, p.verify_other, p.commit, p.total)
-            rounds.append([*name, *(f"{ms:.2f}" for ms in parts), f"{100 * p.outside / p.total:.1f}%"])
-    profile = markdown_table(("batch", "system", *_ROUNDS), rounds)
-    return f"{intro}\n\n{markdown_table(_SPEEDS, speeds)}\nMilliseconds per round:\n\n{profile}"
-
-
-def read_bench(path: Path) -> tuple[list[SystemSpeed], dict[str, Any]]:
-    """Return the rows and the facts of a bench.json, as `render` takes them."""
-    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    names = [field.name for field in fields(RoundProfile)]
-    rows = []
-    for row in facts.pop("rows"):
-        profile = row["profile"] and RoundProfile(**{name: row["profile"][name] for name in names})
-        rows.append(SystemSpeed(**{**row, "profile": profile}))
-    return rows, facts
+        if row.ms_per_round is not None:
+            parts = [ms for ms in asdict(row.ms_per_round).values() if ms is not None]
+            rounds.append([*name, *(f"{ms:.2f}" for ms in (*parts, sum(parts)))])
+    split = markdown_table(("batch", "system", *_ROUNDS), rounds)
+    return f"{intro}\n\n{markdown_table(_SPEEDS, speeds)}\nMilliseconds per round:\n\n{split}"

@@ -32,7 +32,7 @@ from draftsmith.decoder.draft import Drafter, TargetAlone
 from draftsmith.decoder.drafters.known_acceptance import KnownAcceptance
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.clocks.costs import measure_table
-from draftsmith.eval.drafters.generate_baseline import GenerateSystem
+from draftsmith.eval.drafters.generate_baseline import plain
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.results.result import TargetInfo
 from draftsmith.heads.base import DraftHead
@@ -125,10 +125,10 @@ def decoding(device: torch.device, shape: Shape) -> Facts:
         }
         yield name, facts | {"waits_by_line": waits_of(device, partial(answer, few))}
     target.model.generation_config.eos_token_id = None
-    generate = GenerateSystem("generate", target)
-    generate.answer(few, Sampling())
-    timed = generate.answer(request, Sampling())
-    yield "generate", {"tokens_per_second": len(timed.output_ids) / (timed.ttft_s + timed.decode_s)}
+    generate = plain(target)
+    generate.decode([few], Sampling())
+    timed = generate.decode([request], Sampling())
+    yield "generate", {"tokens_per_second": len(timed.generations[0].output_ids) / sum(timed.seconds.values())}
     yield "profile", _profile(device, partial(_answer, target, TargetAlone, few))
     info = TargetInfo("random", "0")
     for rows, context in (

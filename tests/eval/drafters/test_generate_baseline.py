@@ -42,7 +42,7 @@ def test_greedy_texts_are_ours(target: Target, penalty: float) -> None:
     ours = decode_batch(target, TargetAlone(), requests(), sampling).generations
     for system in systems(target):
         for request, expected in zip(requests(), ours, strict=True):
-            assert list(system.answer(request, sampling).output_ids) == expected.output_ids, system.name
+            assert system.decode([request], sampling).generations[0].output_ids == expected.output_ids, system.name
 
 
 def test_sampled_texts_are_within_the_settings(target: Target) -> None:
@@ -50,7 +50,7 @@ def test_sampled_texts_are_within_the_settings(target: Target) -> None:
     (request,) = requests(1)
     for sampling in (Sampling(1.0, top_k=2), Sampling(1.5, top_p=0.5), Sampling(2.0, min_p=0.4)):
         for system in systems(target)[:3]:
-            found = system.answer(request, sampling)
+            (found,) = system.decode([request], sampling).generations
             text = torch.tensor([[*request.prompt_ids, *found.output_ids]])
             logits = target.head.logits(target.forward(text).last[0, len(request.prompt_ids) - 1 : -1])
             p_RV = (logits / sampling.temperature).softmax(-1)
@@ -76,7 +76,7 @@ def calls_of(system: GenerateSystem, request: Request, monkeypatch: pytest.Monke
         return output
 
     monkeypatch.setattr(assistant.model, "generate", spy)
-    system.answer(request, Sampling())
+    system.decode([request], Sampling())
     return seen
 
 
@@ -103,15 +103,15 @@ def test_the_clock_starts_with_the_call_and_turns_over_at_the_first_tokens(targe
 
     handle = target.model.register_forward_hook(slow)
     try:
-        timed = plain(target).answer(request, Sampling())
-        assert timed.tokens == len(timed.output_ids) - 1 == passes - 1
-        assert timed.ttft_s >= pause
-        assert timed.decode_s >= pause * timed.tokens
+        timed = plain(target).decode([request], Sampling())
+        assert timed.timed_tokens == len(timed.generations[0].output_ids) - 1 == passes - 1
+        assert timed.seconds["ttft"] >= pause
+        assert timed.decode_s >= pause * timed.timed_tokens
         # A model that assists itself gives four tokens a round, the first round's before the clock turns over.
         passes = 0
         itself = GenerateSystem("x", target, {}, Target(target.model, path="t", fingerprint="0"), 3)
-        helped = itself.answer(request, Sampling())
-        assert helped.tokens == len(helped.output_ids) - 4
-        assert helped.ttft_s >= 4 * pause
+        helped = itself.decode([request], Sampling())
+        assert helped.timed_tokens == len(helped.generations[0].output_ids) - 4
+        assert helped.seconds["ttft"] >= 4 * pause
     finally:
         handle.remove()

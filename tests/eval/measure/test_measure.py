@@ -1,5 +1,6 @@
 """What the evaluation adds up: speeds, time split, intervals, loops, costs, and the comparison of texts."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,10 +12,9 @@ from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
-from draftsmith.eval.clocks import turns
 from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.clocks.turns import Turns, run_systems
-from draftsmith.eval.drafters.generate_baseline import GenerateSystem, Timed, plain
+from draftsmith.eval.drafters.generate_baseline import GENERATE, GenerateSystem, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.lossless import compare_texts
 from draftsmith.eval.measure.measure import (
@@ -60,8 +60,8 @@ def system(name: str, max_k: int = 2) -> SystemUnderTest:
     return SystemUnderTest(name, "eagle3", lambda k: TargetAlone(), 2, max_k, simulate=unused)
 
 
-def turns_of(timings: dict[str, Any], generate: Any = ()) -> Turns:
-    return Turns(timings, generate, cast(Any, None))
+def turns_of(timings: dict[str, Any]) -> Turns:
+    return Turns(timings, cast(Any, None))
 
 
 def text(generation: Generation) -> Text:
@@ -117,9 +117,8 @@ def test_both_are_compared_with_generate_on_its_own_prompts() -> None:
     a, b = answer("a", "chat", [2, 2]), answer("b", "chat", [2, 2])
     drafted = [[decoded(a, verify=3.0), decoded(b, verify=3.0)]]
     plain = [[decoded(a, verify=6.0), decoded(b, verify=12.0)]]
-    generate = [[Timed(b.request, (), 0.0, 24.0, 6)]]
-    timings = {"": plain, "eagle3": drafted}
-    m = summarize(system("eagle3"), Texts([text(a), text(b)]), turns_of(timings, generate)).overall
+    timings = {"": plain, "eagle3": drafted, GENERATE: [[Decoded([b], {"ttft": 1.0, "decode": 24.0})]]}
+    m = summarize(system("eagle3"), Texts([text(a), text(b)]), turns_of(timings)).overall
     assert (m.speedup, m.speedup_vs_generate, m.baseline_vs_generate) == (
         pytest.approx(3),
         pytest.approx(8),
@@ -264,7 +263,7 @@ def test_systems_answer_the_same_requests_slice_by_slice(
         rows.append(options.get("rows", 1))
         return decode_batch(*arguments, **options)
 
-    monkeypatch.setattr(turns, "decode_batch", spy)
+    monkeypatch.setattr("draftsmith.eval.drafters.system.decode_batch", spy)
     timings = run_systems(target, [system("again")], [requests, requests], Sampling(), batch=batch).by_name
     assert [[len(d.generations) for d in repeat] for repeat in of_slice(timings["again"], "a")] == [groups, groups]
     assert set(rows[2:]) == {batch}
@@ -290,9 +289,9 @@ def test_planned_lengths_and_generate_take_turns_on_the_first_prompts_of_each_sl
     baseline = plain(target)
 
     class Watched(GenerateSystem):
-        def answer(self, request: Request, sampling: Sampling) -> Timed:
-            order.append(request.sample_id)
-            return baseline.answer(request, sampling)
+        def decode(self, requests: Sequence[Request], sampling: Sampling, rows: int = 1) -> Decoded:
+            order.extend(request.sample_id for request in requests)
+            return baseline.decode(requests, sampling)
 
     taken = run_systems(
         target,
@@ -300,14 +299,14 @@ def test_planned_lengths_and_generate_take_turns_on_the_first_prompts_of_each_sl
         [requests, requests],
         sampling,
         batch=1,
-        picks=[pick],
-        generate=Watched("generate", target),
+        picks=[pick, Watched(GENERATE, target)],
     )
-    timings, generate = taken.by_name, taken.generate
+    timings = taken.by_name
+    generate = timings[GENERATE]
     first = ["0", "2", "1", "3"]
     assert order == ["0", *first, *first], "a warm-up, then two prompts of each slice in each repeat"
-    assert [[t.request.sample_id for t in repeat] for repeat in generate] == [first, first]
-    assert all(t.tokens == 3 and t.decode_s > 0 for repeat in generate for t in repeat)
+    assert [[d.generations[0].request.sample_id for d in repeat] for repeat in generate] == [first, first]
+    assert all(d.timed_tokens == 3 and d.decode_s > 0 for repeat in generate for d in repeat)
     assert [len(repeat) for repeat in timings[pick.name]] == [4, 4]
     assert [len(repeat) for repeat in timings["again"]] == [8, 8]
     found = measure_pick(target, pick, "again", timings, sampling)

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -33,6 +34,8 @@ PARTS = {"limits": 0.04, "decoding": 0.16, "training": 0.1, "sources": 0.16, "lo
 RESERVE = 15.0
 """Seconds kept for starting and for writing the results."""
 ERROR_LINES = 12
+_ENDED = re.compile(r"^\[gw\d+\] \[ *\d+%\] (?P<outcome>[A-Z]+) (?P<test>.+?) *$", re.MULTILINE)
+"""A line of `pytest -v -n` about a test that ended."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +122,7 @@ class GpuCheck:
 
     def run(self) -> None:
         """Run all steps. Raises UserError where the machine has not the device that was asked for."""
-        tests = ["pytest", "-qm", "gpu", "tests/gpu", "-n", str(min(8, os.cpu_count() or 1)), "-p", "no:cacheprovider"]
-        tests += ["-p", "scripts.bench.gpu.lines", f"--lines={self._at('tests')}"]
+        tests = ["pytest", "-vm", "gpu", "tests/gpu", "-n", str(min(8, os.cpu_count() or 1)), "-p", "no:cacheprovider"]
         self._step(Step("machine", 0.05, self._part("machine", "machine")))
         if self.options.device.startswith("cuda") and self._facts("machine") and "gpu" not in self._facts("machine"):
             raise UserError("torch sees no GPU here: check the driver with nvidia-smi, or add --device cpu --small.")
@@ -193,7 +195,7 @@ class GpuCheck:
             "seconds": round(time.monotonic() - self.started, 1),
             "passed": self.passed,
             "steps": [asdict(outcome) for outcome in self.outcomes],
-            "tests": read_tests(self._at("tests")),
+            "tests": read_tests(self.log),
             **{name: self._facts(name) for name in PARTS},
             "stages": {name: read_stages(self.work / name / "run.json") for name in ("data", *HEADS)},
             "peak_memory_bytes": {f"{h} train": self._facts(f"{h}-train").get("peak_memory_bytes") for h in HEADS},
@@ -227,13 +229,18 @@ def run_step(step: Step, limit: float, environment: dict[str, str], log: Path) -
     return Outcome(step.name, status, round(time.monotonic() - started, 1), round(limit, 1), command, error)
 
 
-def read_tests(path: Path) -> dict[str, Any] | None:
-    """Count the tests of a file of lines, one for each test that ended, and name those that failed."""
-    if not path.exists():
+def read_tests(log: Path) -> dict[str, Any] | None:
+    """Count the tests of a log of `pytest -v -n`, and name those that failed; None where none has ended."""
+    ended: dict[str, str] = {}
+    for found in _ENDED.finditer(log.read_text(encoding="utf-8", errors="replace")):
+        # A test whose fixture fails behind it has a second line.
+        ended[found["test"]] = {"PASSED": "passed", "XPASS": "passed", "SKIPPED": "skipped", "XFAIL": "skipped"}.get(
+            found["outcome"], "failed"
+        )
+    if not ended:
         return None
-    ended = [line.split(" ", 1) for line in path.read_text(encoding="utf-8").splitlines()]
-    count = {outcome: sum(outcome == found for found, _ in ended) for outcome in ("passed", "failed", "skipped")}
-    return {**count, "failures": [name for found, name in ended if found == "failed"]}
+    count = {outcome: list(ended.values()).count(outcome) for outcome in ("passed", "failed", "skipped")}
+    return {**count, "failures": [name for name, outcome in ended.items() if outcome == "failed"]}
 
 
 def read_stages(path: Path) -> dict[str, Any]:
@@ -253,26 +260,23 @@ def read_stages(path: Path) -> dict[str, Any]:
 def install_wheels(wheels: Path | None, packages: Path) -> Path:
     """Install what is missing of gpu_wheels.txt, in any version, into the folder `packages`, from wheels alone.
 
-    Raises UserError with what has no wheel.
+    Raises UserError with what pip says of what has no wheel.
     """
     lines = (line.partition("#")[0].strip() for line in WHEELS.read_text(encoding="utf-8").splitlines())
     here = {_wheel_name(str(found.name)) for found in metadata.distributions()}
     needed = [line for line in lines if line and _wheel_name(line.partition("==")[0]) not in here]
-    files = [file.name.lower() for file in wheels.glob("*.whl")] if wheels else []
-    absent = [
-        line for line in needed if not any(f.startswith(f"{_wheel_name(line).replace('==', '-')}-") for f in files)
-    ]
-    if absent:
-        raise UserError(
-            f"This python lacks {', '.join(absent)}, and {f'{wheels} holds no wheels of them' if wheels else 'no --wheels'}: "
-            f"fetch them where there is a network, as {WHEELS.relative_to(ROOT)} says, and give their folder with --wheels."
-        )
     if needed:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-        command += ["--find-links", str(wheels), "--upgrade", "--target", str(packages), *needed]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command += ["--find-links", str(wheels)] if wheels else []
+        done = subprocess.run(
+            [*command, "--target", str(packages), *needed], capture_output=True, text=True, check=False
+        )
         if done.returncode:
-            raise UserError(f"pip could not install the wheels in {wheels}: {' '.join(done.stderr.split())[-400:]}.")
+            raise UserError(
+                f"This python lacks {', '.join(needed)}, and pip cannot install that from {wheels or 'nowhere, without --wheels'} "
+                f"({' '.join(done.stderr.split())[-400:]}): fetch the wheels where there is a network, as "
+                f"{WHEELS.relative_to(ROOT)} says, and give their folder with --wheels."
+            )
     return packages
 
 

@@ -36,15 +36,6 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Tokens per second of an engine with a draft and alone, one request at a time, in turns, so often."""
-
-    tok_s: float
-    alone_tok_s: float
-    repeats: int
-
-
-@dataclass(frozen=True)
 class AgreementRow:
     """A head in an engine, compared with our decoder and simulator.
 
@@ -53,7 +44,7 @@ class AgreementRow:
     where texts are sampled. ours: decoded by us on the same prompts (temperature 0), or what our simulator says of the
     engine's own text (above it). decoded: by us; above temperature 0 other texts. simulated: tau by our simulator on our
     target's own answers, its standard error in simulated_se. z: engine minus simulated, in standard errors of the difference.
-    differences: what does not agree; close_calls: first divergences between logits less than CLOSE apart. speed: at temperature 0.
+    differences: what does not agree; close_calls: first divergences between logits less than CLOSE apart.
     """
 
     head: str
@@ -76,7 +67,6 @@ class AgreementRow:
     z: float | None = None
     differences: tuple[str, ...] = ()
     close_calls: tuple[str, ...] = ()
-    speed: Speed | None = None
 
     @property
     def agrees(self) -> bool:

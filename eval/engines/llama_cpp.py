@@ -35,16 +35,15 @@ GREEDY: dict[str, Any] = {
 class ServerSettings:
     """How llama-server is started.
 
-    draft: None for the target alone. spec_type: how it drafts. num_speculative_tokens: K. context: tokens of prompt and answer.
-    exact: caches in float32, and a log of every round, as comparing needs; else as somebody would serve.
+    spec_type: how it drafts. num_speculative_tokens: K. context: tokens of prompt and answer. Caches are in
+    float32, and every round is logged, as comparing needs.
     """
 
     target: Path
-    draft: Path | None
+    draft: Path
     spec_type: str
     num_speculative_tokens: int
     context: int
-    exact: bool = True
 
     def flags(self) -> list[str]:
         """Return the command line: one thread, and no draft cut short for its probability."""
@@ -61,13 +60,11 @@ class ServerSettings:
             "0",
             "--offline",
         ]
-        if self.draft is not None:
-            flags += ["-md", str(self.draft), "--spec-type", self.spec_type, "-td", "1", "--spec-draft-p-min", "0"]
-            flags += ["--spec-draft-n-max", str(self.num_speculative_tokens), "--spec-draft-n-min", "0"]
-        if self.exact:
-            flags += ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
+        flags += ["-md", str(self.draft), "--spec-type", self.spec_type, "-td", "1", "--spec-draft-p-min", "0"]
+        flags += ["--spec-draft-n-max", str(self.num_speculative_tokens), "--spec-draft-n-min", "0"]
+        flags += ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
         # The log names the tokens that end an answer, and every drafted token.
-        return [*flags, "-lv", "5"] if self.exact else flags
+        return [*flags, "-lv", "5"]
 
 
 class LlamaServerProcess:
@@ -115,12 +112,6 @@ class LlamaServerProcess:
         answer = self.http.post("/completion", GREEDY | wanted)
         return EngineAnswer(sample_id, tuple(answer["tokens"]), self._rounds(answer["timings"]))
 
-    def time(self, prompt_ids: Sequence[int], max_new_tokens: int) -> tuple[int, float]:
-        """Answer one prompt at temperature 0; return its tokens and the seconds they took, both without the first one's."""
-        wanted = {"prompt": list(prompt_ids), "n_predict": max_new_tokens, "cache_prompt": False}
-        timings = self.http.post("/completion", GREEDY | wanted)["timings"]
-        return timings["predicted_n"] - 1, timings["predicted_ms"] / 1000
-
     def version(self) -> str:
         """Return the build that the server names."""
         return str(self.http.ask("/props")["build_info"])
@@ -160,7 +151,7 @@ class LlamaServerProcess:
             raise UserError(f"llama-server was not ready after {self.timeout:g} seconds: see {self.log}.")
         log = self.log.read_text(encoding="utf-8", errors="replace")
         self.end_ids = tuple(sorted({int(number) for number in re.findall(r"EOG token += (\d+) ", log)}))
-        assert self.end_ids or not self.settings.exact, "the server names at least the EOS"
+        assert self.end_ids, "the server names at least the EOS"
 
     def _stop(self) -> None:
         if self._process is not None:

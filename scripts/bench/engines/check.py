@@ -36,10 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         heads = _named_heads(options.head)
         if unknown := set(options.only) - set(NAMES):
             raise UserError(f"--only names {unknown.pop()!r}, which is no head of the check: --help lists them.")
-        if options.speed and "llama.cpp" not in (options.engine or ENGINES):
-            raise UserError(
-                "--speed times llama.cpp, which --engine leaves out: leave --speed out, or add --engine llama.cpp."
-            )
         rows = _check(prepare_target(options.recipes, work, heads, options.only, words), work, options)
     except UserError as error:
         print(f"test_engines: {error}", file=sys.stderr)
@@ -67,7 +63,6 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--only", action="append", default=[], metavar="NAME", help=f"only these heads (repeatable): {'; '.join(NAMES)}"
     )
     add("--num_speculative_tokens", type=int, default=5, help="draft length (5)")
-    add("--speed", action="store_true", help="time llama.cpp with and without the draft, too, on one thread")
     add("--output", type=Path, help="folder of the results (those of the work folder)")
     for hidden in ("--work", "--vllm", "--llama-cpp"):
         add(hidden, type=Path, required=True, help=argparse.SUPPRESS)

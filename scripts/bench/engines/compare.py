@@ -2,8 +2,7 @@
 
 import argparse
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,6 @@ from draftsmith.eval.engines.agreement import (
     CLOSE,
     AgreementRow,
     Counts,
-    Speed,
     compare_answers,
     count,
     count_tally,
@@ -54,7 +52,6 @@ MORE: dict[str, dict[str, Any]] = {"peagle": {"parallel_drafting": True}}
 """What else a layout needs."""
 PRE_TOKENIZER = "gpt-2"
 """llama.cpp's name of byte-level BPE. Prompts are sent as token ids, so that it splits no text here."""
-_REPEATS = 2
 QUANTIZED = ("bf16", "q8_0", "q4_0")
 """Draft weights whose cost in acceptance is measured, beside f32, which must agree."""
 
@@ -231,9 +228,9 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
     program = options.llama_cpp / "build" / "bin" / "llama-server"
     limits = {request.sample_id: request.max_new_tokens for request in side.requests}
 
-    rows, files = [], {}
+    rows = []
     for weights in ("f32", *(QUANTIZED if candidate.name == "eagle3" else ())):
-        file = files[weights] = draft if weights == "f32" else _quantize(options.llama_cpp, draft, weights)
+        file = draft if weights == "f32" else _quantize(options.llama_cpp, draft, weights)
         with LlamaServerProcess(program, replace(settings, draft=file), folder / f"{weights}.log") as server:
             version, ends = server.version(), server.end_ids
             answers = [server.complete(r.sample_id, r.prompt_ids, r.max_new_tokens) for r in side.requests]
@@ -243,32 +240,7 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
             # Other weights draft other tokens; the target's answers are the same.
             found["differences"] = tuple(d for d in found["differences"] if "output" in d)
         rows.append(side.row(layout, "llama.cpp", version, found, weights=weights))
-    if options.speed:
-        speeds = _time_llama_cpp(side, program, settings, files, folder)
-        rows = [replace(row, speed=speeds[row.weights]) for row in rows]
     return rows
-
-
-def _time_llama_cpp(
-    side: OurSide, program: Path, settings: ServerSettings, drafts: Mapping[str, Path], folder: Path
-) -> dict[str, Speed]:
-    """Return tokens per second at temperature 0 with each draft, and of the target alone, which take turns on every prompt."""
-    # As somebody would serve: llama.cpp's own caches and attention.
-    plain = replace(settings, draft=None, exact=False)
-    how = {None: plain} | {weights: replace(plain, draft=file) for weights, file in drafts.items()}
-    spent: dict[str | None, list[tuple[int, float]]] = {name: [] for name in how}
-    with ExitStack() as started, side.lock:  # nothing else of ours at work meanwhile
-        servers = {
-            name: started.enter_context(LlamaServerProcess(program, one, folder / f"speed-{name}.log"))
-            for name, one in how.items()
-        }
-        for repeat in range(_REPEATS + 1):
-            for request in side.requests[: 1 if not repeat else None]:  # the first time only warms up
-                for name, server in servers.items():
-                    found = server.time(request.prompt_ids, request.max_new_tokens)
-                    spent[name] += [found] if repeat else []
-    rates = {name: sum(n for n, _ in times) / sum(s for _, s in times) for name, times in spent.items()}
-    return {name: Speed(rates[name], rates[None], _REPEATS) for name in drafts}
 
 
 def _quantize(home: Path, draft: Path, weights: str) -> Path:

@@ -95,7 +95,7 @@ def _counts(counts: Row) -> str:
 
 
 def weights(rows: Sequence[Row]) -> str:
-    """llama.cpp with quantized drafts: what they cost in acceptance, and what they bring in speed."""
+    """llama.cpp with quantized drafts: what they cost in acceptance, and the speeds that files of earlier versions hold."""
     lines = []
     served = [row for row in rows if row["engine"] == "llama.cpp" and row["layout"] != "draft_model"]
     for row in served:

@@ -5,7 +5,6 @@ import os
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -216,9 +215,6 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({{"build_info": "b7", "words": words, "pid": os.getpid(), "env": sorted(os.environ)}})
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if body["prompt"] == [6]:
-            slow = 2 if "-md" in words else 4
-            return self.answer({{"timings": {{"predicted_n": 9, "predicted_ms": 1000 * slow}}}})
         if body["prompt"] == [9]:
             return self.answer({{"error": "no nines"}}, 400)
         timings = {{}} if body["prompt"] == [8] else {{"draft_n": 2, "draft_n_accepted": 1}}
@@ -259,7 +255,6 @@ def test_the_server_is_started_asked_and_stopped(
         assert server.complete("b", (8,), 4) == EngineAnswer("b", (8, 70, 2), ())
         with pytest.raises(UserError, match="no nines"):
             server.complete("c", (9,), 4)
-        assert server.time((6,), 9) == (8, 2.0)
         started = server.http.ask("/props")
         body = server.http.post("/completion", {"prompt": [8]})["body"]
         assert body == {"prompt": [8]}
@@ -269,14 +264,6 @@ def test_the_server_is_started_asked_and_stopped(
     assert "LLAMA_ARG_TEMP" not in started["env"], "it would be a flag"
     with pytest.raises(ProcessLookupError):
         os.kill(started["pid"], 0)
-
-
-def test_the_target_alone_is_served_as_somebody_would(program: Path, tmp_path: Path) -> None:
-    settings = ServerSettings(Path("t.gguf"), None, "draft-eagle3", 3, 64, exact=False)
-    assert not {"-md", "--spec-type", "-ctk", "-fa", "-lv"} & set(settings.flags())
-    assert {"-ctk", "-lv"} < set(replace(settings, exact=True).flags())
-    with LlamaServerProcess(program, settings, tmp_path / "log") as server:
-        assert server.time((6,), 9) == (8, 4.0)
 
 
 def test_a_server_that_does_not_start(program: Path, tmp_path: Path) -> None:

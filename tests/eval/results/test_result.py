@@ -1,6 +1,5 @@
 """result.json: nothing lost on the way to disk and back, and no key or type that the schema does not know."""
 
-import json
 import math
 import subprocess
 import types
@@ -27,7 +26,6 @@ from draftsmith.eval.results.result import (
     write_result,
 )
 from draftsmith.machine import Clocks, git_commit
-from draftsmith.storage import write_json
 
 
 def sample(kind: Any) -> Any:
@@ -217,18 +215,3 @@ def test_a_clock_that_cannot_be_trusted_is_said() -> None:
     assert "varied by 30% between repeats" in doubts(baseline_tok_s_spread=(85.0, 115.0))
     assert "eagle3 was faster than its costs allow (112% of the ideal)" in doubts(speedup=1.8)
     assert "moved by +50% with eagle3" in doubts(ttft_s=0.15)
-
-
-def add_fields() -> None:
-    """Write what `Measures` hold since into the committed results, as null, under the version of now."""
-    nulls = dict.fromkeys(field.name for field in fields(Measures))
-    for path in (Path(__file__).parents[3] / "docs" / "results").rglob("result.json"):
-        value = json.loads(path.read_text(encoding="utf-8"))
-        for drafter in value["drafters"].values():
-            drafter["overall"] = nulls | drafter["overall"]
-            drafter["slices"] = {name: nulls | measures for name, measures in drafter["slices"].items()}
-        write_json(path, value | {"schema_version": Result.schema_version})
-
-
-if __name__ == "__main__":
-    add_fields()

@@ -1,8 +1,5 @@
 """Engines as data: every rule finds its head and no other, splits are what the engines' own code allows, which layouts an engine
-was run with is what was measured, and the pages say of all this what the records say.
-
-    python -m tests.heads.formats.test_engines    # writes it into the pages and heads/formats/served.json
-"""
+was run with is what was measured, and the pages say of all this what the records say."""
 
 import json
 import re
@@ -15,14 +12,13 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.heads.export.export import _check_split, convert_head, export_head
-from draftsmith.heads.export.readme import fenced
 from draftsmith.heads.formats.engines import ENGINES, SERVED, Serving, split_obstacle, start_sglang, start_vllm
-from draftsmith.heads.formats.layout import Layout, Rule, default_layout, layouts, layouts_of
+from draftsmith.heads.formats.layout import Layout, Rule, layouts, layouts_of
 from draftsmith.heads.formats.schema import ModelFiles
-from draftsmith.heads.formats.targets import LISTS, drafts_for
 from draftsmith.heads.registry import methods, served_method
 from draftsmith.target.target import Target
-from scripts.bench.engines.page import agrees, read_results
+from scripts.bench.engines.formats import PAGES, TABLES, measured, rendered
+from scripts.bench.engines.page import read_results
 from tests.exports import (
     LLAMA3,
     PLAIN,
@@ -44,8 +40,7 @@ RULES: list[tuple[Layout, str, Rule]] = [
     for rule in served.rules
 ]
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("drafters", "export", "train-a-head"))]
-WRITE = "run python -m tests.heads.formats.test_engines, which writes it"
+WRITE = "run python -m scripts.bench.engines.formats, which writes it"
 
 
 def biased(target: Target) -> Target:
@@ -251,163 +246,6 @@ def test_one_engine_that_can_split_is_enough():
         _check_split(layout, ["vllm"], files, 128)
 
 
-def table(*rows: tuple[str, ...]) -> str:
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
-
-
-def layouts_table() -> str:
-    names = {
-        "dflash": "DFlash",
-        "dspark": "DSpark",
-        "draft_model": "draft model",
-        "eagle1": "EAGLE-1",
-        "eagle3": "EAGLE-3",
-        "peagle": "P-EAGLE",
-        "hydra": "Hydra",
-        "medusa": "Medusa",
-    }
-    rows = []
-    for name, layout in layouts().items():
-        default = " (default)" if name == default_layout(layout.method) else ""
-        rows.append(
-            (
-                f"`{name}`",
-                names.get(layout.method, layout.method) + default,
-                ", ".join(ENGINES[e].title for e in layout.engines),
-            )
-        )
-    return table(("`export.layout`", "head", "read by"), ("---", "---", "---"), *rows)
-
-
-def rules_table(*, refused: bool) -> str:
-    """One row per thing that is refused, or left out of the README for an engine."""
-    rows: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
-    for layout, engine, rule in RULES:
-        if rule.refused == refused:
-            what = re.sub(r"head\.\w+", r"`\g<0>`", rule.what)
-            names, engines = rows.setdefault((layout.method, what, rule.why, rule.instead), ([], []))
-            names += [f"`{layout.name}`"] * (f"`{layout.name}`" not in names)
-            engines += [ENGINES[engine].title] * (ENGINES[engine].title not in engines)
-    lines = [
-        (", ".join(names), what, f"{' and '.join(engines)}: {why}", instead)
-        for (_, what, why, instead), (names, engines) in rows.items()
-    ]
-    return table(("layout", "head", "why", "instead"), ("---", "---", "---", "---"), *lines)
-
-
-def read_by(methods: str) -> str:
-    """The engines that read layouts of these methods."""
-    served = [(e, one) for x in layouts().values() if x.method in methods.split(", ") for e, one in x.engines.items()]
-    found = []
-    for engine, known in ENGINES.items():
-        ends = [one.until for e, one in served if e == engine]
-        if ends:
-            found.append(known.title + ("" if "" in ends else f" up to {max(ends)}"))
-    return ", ".join(found)
-
-
-def engines_table() -> str:
-    rows = []
-    for engine, known in ENGINES.items():
-        ran, read = [], []
-        for name, layout in layouts().items():
-            if engine in layout.engines:
-                (ran if layout.was_run(engine) else read).append(f"`{name}`")
-        rows.append((known.title, known.version, ", ".join(ran) or "none", ", ".join(read) or "none"))
-    head = ("engine", "version", "run with heads of the layouts", "read alone, for the layouts")
-    return table(head, ("---",) * len(head), *rows)
-
-
-def start_lines() -> str:
-    """Each engine: its lines for every layout that it reads, and what to watch for."""
-    parts, target = [], make_target()
-    for engine, known in ENGINES.items():
-        parts.append(f"### {known.title}\n")
-        caveats: dict[str, list[str]] = {}
-        for name, layout in layouts().items():
-            if engine not in layout.engines:
-                continue
-            served, head = layout.engines[engine], PLAIN[layout.method](target)
-            serving = Serving(
-                f"export/{name}",
-                "my-org/my-model",
-                head.engine_draft_length(5),
-                layer_ids=head.reads.layer_ids,
-                heads=getattr(head.options, "num_heads", 0),
-            )
-            parts.append(f"`{name}`:\n")
-            for text in fenced(served.start(serving), bash="<!-- needs an engine -->\n"):
-                # A file's name stands in the mark that has it written, too.
-                parts.append(re.sub(r"^(`(.*\.yaml)`:\n\n)", r"\1<!-- file: \2 -->\n", text))
-            for caveat in served.caveats:
-                caveats.setdefault(caveat, []).append(f"`{name}`")
-        parts += [f"- {', '.join(names)}: {caveat}" for caveat, names in caveats.items()]
-        parts += [f"- Counters: {known.counters}.", ""]
-    return "\n".join(parts)
-
-
-KINDS = (
-    "Llama",
-    "Mistral",
-    "Mixtral",
-    "Qwen2",
-    "Qwen3",
-    "Qwen3Moe",
-    "GptOss",
-    "Gemma2",
-    "Gemma3",
-    "Phi3",
-    "SmolLM3",
-    "Olmo2",
-)
-"""Of the classes that were asked about, those that pages show, without ForCausalLM."""
-
-
-def targets_table() -> str:
-    said = {True: "yes", False: "no", None: "not known"}
-    rows = [
-        (f"`{kind}ForCausalLM`", *(said[drafts_for(engine, "states", [f"{kind}ForCausalLM"])] for engine in LISTS))
-        for kind in KINDS
-    ]
-    heads = [f"{ENGINES[engine].title} {ENGINES[engine].version}" for engine in LISTS]
-    return table(("class of the target", *heads), ("---",) * (1 + len(heads)), *rows)
-
-
-TABLES = {
-    "targets": targets_table,
-    "layouts": layouts_table,
-    "refused": lambda: rules_table(refused=True),
-    "left out": lambda: rules_table(refused=False),
-    "engines": engines_table,
-    "start": start_lines,
-}
-
-
-def rendered(page: str) -> str:
-    """Return a page with its tables and lists of engines as the records have them."""
-    ours = "|".join(TABLES)
-    page = re.sub(
-        rf"(<!-- table: ({ours}) -->\n).*?(<!-- end -->)", lambda m: m[1] + TABLES[m[2]]() + m[3], page, flags=re.DOTALL
-    )
-    page = re.sub(r"(<!-- read by: (.+?) -->).*?(<!-- end -->)", lambda m: m[1] + read_by(m[2]) + m[3], page)
-    # The message about a layout of another method, where a page shows what the command line says.
-    return re.sub(
-        r"(heads, not (\w+): choose one of )[\w, ]+\.", lambda m: f"{m[1]}{', '.join(layouts_of(m[2]))}.", page
-    )
-
-
-def measured() -> dict[str, list[str]]:
-    """The layouts that each engine served just as we decode, by the committed results of scripts/test_engines.sh; transformers
-    serves draft models in tests/heads/draft_model/test_head.py."""
-    found: dict[str, list[str]] = {"transformers": ["draft_model"]}
-    rows = read_results()
-    for row in rows:
-        engine, layout = row["engine"].replace(".", "_"), row["layout"]
-        if all(agrees(one) for one in rows if (one["engine"], one["layout"]) == (row["engine"], layout)):
-            found[engine] = sorted({*found.get(engine, []), layout})
-    return dict(sorted(found.items()))
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_say_what_the_records_say(page):
     text = page.read_text(encoding="utf-8")
@@ -456,11 +294,3 @@ def test_engines_that_change_the_draft_length_with_the_batch_are_given_the_table
     one = replace(planned, by_batch=((1, 64, 5),))
     for start in (start_vllm("eagle3"), start_sglang("EAGLE3")):
         assert start(one) == start(replace(planned, by_batch=())), "one length for all batches needs no table"
-
-
-if __name__ == "__main__":
-    (ROOT / "heads" / "formats" / "served.json").write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
-    SERVED.clear()
-    SERVED.update(measured())
-    for one in PAGES:
-        one.write_text(rendered(one.read_text(encoding="utf-8")), encoding="utf-8")

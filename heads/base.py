@@ -6,15 +6,17 @@ Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), H hidden
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count, islice
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
+from draftsmith.heads.layers.config import LAYER_KEYS
 from draftsmith.target.target import Target, TargetHead
 
 Piece = Tensor | slice
@@ -163,14 +165,18 @@ class Trains:
 class DraftHead(nn.Module, ABC):
     """A trainable drafter for one frozen target.
 
-    A subclass implements `forward` and `describe`; every other method has a default. eval/conformance/suite.py checks the
-    promises below, which a head keeps with its method's drafter.
+    A subclass implements `forward`; every other method has a default. Those of `describe` and `load` are for a constructor
+    (options, config, target, layer_ids, draft_vocab) that keeps the first two as attributes. eval/conformance/suite.py checks
+    the promises below, which a head keeps with its method's drafter.
 
     Attributes:
         method: its name in the registry.
         reads: what it reads besides the tokens.
         drafts: how long its drafts are.
         trains: what it returns in training.
+        options: the recipe's `head:` section, an `options_class`.
+        config: of its decoder layers, of which checkpoints hold `layer_keys`; None for a head without any.
+        needs_layers: no head of the class is without.
         draft_vocab: [W] int64 ascending target ids that the logits stand for; None: the whole target vocabulary.
 
     Promises:
@@ -191,6 +197,11 @@ class DraftHead(nn.Module, ABC):
     """
 
     method: ClassVar[str]
+    options_class: ClassVar[type]
+    layer_keys: ClassVar[tuple[str, ...]] = LAYER_KEYS
+    needs_layers: ClassVar[bool] = True
+    options: Any
+    config: Any = None
     reads: Reads = Reads()
     drafts: Drafts = Drafts()
     trains: Trains = Trains()
@@ -222,7 +233,6 @@ class DraftHead(nn.Module, ABC):
             The logits [R_k, W] of every step k, on the rows that `supervised` names.
         """
 
-    @abstractmethod
     def describe(self) -> dict[str, Any]:
         """Describe the head for its checkpoint.
 
@@ -230,6 +240,19 @@ class DraftHead(nn.Module, ABC):
             JSON with all that the method's `load` needs besides layer ids and tensors; under "options" the fields of the recipe's
             `head:` section.
         """
+        described = {"options": asdict(self.options)}
+        if self.config is not None:
+            described["layer_config"] = {key: getattr(self.config, key) for key in self.layer_keys}
+        return described
+
+    @classmethod
+    def load(cls, spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Self:
+        """Return the head that `describe` and its layer_ids wrote down; its weights are still to be filled in."""
+        make: Callable[..., Self] = cls
+        layered = cls.needs_layers or "layer_config" in spec
+        options, config = cls.options_class(**spec["options"]), LlamaConfig(**spec["layer_config"]) if layered else None
+        with torch.device(target.device):
+            return make(options, config, target, spec["layer_ids"], draft_vocab)
 
     def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
         """Choose the rows that are trained: all that count, by default.

@@ -14,10 +14,10 @@ projection are used, frozen. A layer is Qwen3's, with norms of queries and keys.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, Self, TypeVar
+from typing import ClassVar, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -39,13 +39,13 @@ from draftsmith.heads.base import (
     shift_left,
 )
 from draftsmith.heads.block.options import BlockOptions, check_block
-from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
+from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, PlainLayer, Rotary, rotate
 from draftsmith.heads.layers.from_target import start_norm
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
 from draftsmith.target.kernels import RMSNorm
-from draftsmith.target.target import Target, TargetHead, steady_positions
+from draftsmith.target.target import Target, steady_positions
 from draftsmith.target.tokens import choose_mask_token
 
 CacheUpdate = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -89,7 +89,7 @@ class BlockHead(DraftHead):
     """A head that drafts blocks. Parameters carry the names of the published DFlash files.
 
     Subclasses define their options, the first slot that drafts (`first_slot`) and what the slots' states become (`outputs`).
-    embedding: [V, H] the target's input embedding, shared and frozen. draft_vocab: [W] sorted target ids, or None for all. Weights
+    The target's input embedding [V, H] is shared and frozen. draft_vocab: [W] sorted target ids, or None for all. Weights
     start in fp32.
     """
 
@@ -100,13 +100,12 @@ class BlockHead(DraftHead):
         self,
         options: BlockOptions,
         config: LlamaConfig,
+        target: Target,
         layer_ids: Sequence[int],
-        embedding: Tensor,
-        target_head: TargetHead,
         draft_vocab: Tensor | None,
     ) -> None:
-        super().__init__(draft_vocab, target_head)
-        H, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(draft_vocab, target.head)
+        H, eps, embedding = config.hidden_size, config.rms_norm_eps, target.embedding
         assert embedding.shape == (config.vocab_size, H)
         assert options.mask_token_id is not None, "the mask token is chosen before"
         self.options, self.config, drafted = options, config, options.block_size - self.first_slot
@@ -133,16 +132,9 @@ class BlockHead(DraftHead):
         assert vocab is None or bool((vocab.diff() > 0).all()), "the draft vocabulary is sorted and unique"
         options = replace(options, mask_token_id=choose_mask_token(options.mask_token_id, target))
         with torch.device(target.device):
-            head = cls(options, derive_layer_config(options, target), layer_ids, target.embedding, target.head, vocab)
+            head = cls(options, derive_layer_config(options, target), target, layer_ids, vocab)
         start_norm(head.norm, target)
         return head
-
-    @classmethod
-    def load(cls, spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Self:
-        """Return the head that `describe` and its layer_ids wrote down; its weights are still to be filled in."""
-        options, config = cls.options_class(**spec["options"]), LlamaConfig(**spec["layer_config"])
-        with torch.device(target.device):
-            return cls(options, config, spec["layer_ids"], target.embedding, target.head, draft_vocab)
 
     @abstractmethod
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
@@ -254,9 +246,6 @@ class BlockHead(DraftHead):
         for layer in self.layers:
             assert isinstance(layer, PlainLayer)
             yield layer
-
-    def describe(self) -> dict[str, Any]:
-        return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
 
 
 Head = TypeVar("Head", bound=BlockHead)

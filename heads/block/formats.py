@@ -150,7 +150,7 @@ def load_block(path: Path, config: Mapping[str, Any], target: Target, kind: type
     if held is not None and (held.shape != own.shape or not is_the_same(held, own)):
         raise not_computed(path, "an output projection that was trained with it")
     with explain_config(path, "Qwen3 layer", "fetch the head again"), torch.device(target.device):
-        head = kind(options, read_layer(config), options.layer_ids, target.embedding, target.head, vocab)
+        head = kind(options, read_layer(config), target, options.layer_ids, vocab)
     kept = {name: value for name, value in head.state_dict().items() if name in _NATIVE}
     fill(head, {**tensors, **kept}, file, remedy="fetch or export it again")
     return head

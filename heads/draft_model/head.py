@@ -10,7 +10,7 @@ It reads tokens and nothing of the target. Row t at step k predicts x_{t+2+k} fr
 same pass over the text, read at shifted rows, and so training needs the first step alone.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, HeadOutput, Reads, StepOutput, iterate_supervised_rows
 from draftsmith.heads.draft_model.options import DraftLmOptions
-from draftsmith.heads.draft_model.start import describe_config, starting_point
+from draftsmith.heads.draft_model.start import KEYS, starting_point
 from draftsmith.heads.layers.decoder_layer import Rotary, rotate
 from draftsmith.heads.layers.row_plan import RowPlan, plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
@@ -52,8 +52,10 @@ class DraftLmHead(DraftHead):
     """
 
     method: ClassVar[str] = "draft_model"
+    options_class = DraftLmOptions
+    layer_keys = KEYS
 
-    def __init__(self, options: DraftLmOptions, config: LlamaConfig) -> None:
+    def __init__(self, options: DraftLmOptions, config: LlamaConfig, *_target: Any) -> None:
         super().__init__()
         self.options, self.config = options, config
         self.reads = Reads(target_states=False, context_length=context_of(config))
@@ -83,9 +85,6 @@ class DraftLmHead(DraftHead):
             x = x + _attend(layer.self_attn, layer.input_layernorm(x), cos, sin, texts.plan)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.model.norm(x)
-
-    def describe(self) -> dict[str, Any]:
-        return {"options": asdict(self.options), "layer_config": describe_config(self.config)}
 
 
 def _attend(attention: LlamaAttention, x_TH: Tensor, cos: Tensor, sin: Tensor, plan: RowPlan) -> Tensor:
@@ -127,9 +126,4 @@ def build(options: DraftLmOptions, target: Target, draft_vocab: Tensor | None) -
     return head
 
 
-def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> DraftLmHead:
-    """Return the model that `describe` wrote down, weights still to be filled in."""
-    assert draft_vocab is None
-    options, config = DraftLmOptions(**spec["options"]), LlamaConfig(**spec["layer_config"])
-    with torch.device(target.device):
-        return DraftLmHead(options, config)
+load = DraftLmHead.load

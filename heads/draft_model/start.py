@@ -60,11 +60,6 @@ def read_llama(config: Any, name: str, remedy: str) -> LlamaConfig:
     return LlamaConfig(**{key: getattr(config, key) for key in KEYS})
 
 
-def describe_config(config: LlamaConfig) -> dict[str, Any]:
-    """Return the keys from which `LlamaConfig(**keys)` makes the same model, as JSON."""
-    return {key: getattr(config, key) for key in KEYS}
-
-
 def check_vocabulary(name: str, vocab_size: int, target: Target) -> None:
     """Raise UserError unless a model has as many rows of tokens as the target."""
     if vocab_size != target.vocab_size:

@@ -232,7 +232,7 @@ def read_fused(
         **more,
     )
     with explain_config(path, "Llama layer", "fetch the head again"), torch.device(target.device):
-        head = kind(chosen, read_layer(config), layer_ids, target.embedding, draft_vocab)
+        head = kind(chosen, read_layer(config), target, layer_ids, draft_vocab)
     held = tensors if draft_vocab is None else {**tensors, "draft_vocab": draft_vocab}
     fill(head, held, file, remedy="fetch or export it again")
     return head

@@ -5,8 +5,9 @@ Shapes: B batch rows, n tokens, H draft hidden, Ht target hidden, A aux layers, 
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from typing import Any, ClassVar, Self
+from copy import copy
+from dataclasses import replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import Drafts, Reads, Trains, layer_ids_of
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle.options import DraftShape
-from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
+from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, PlainLayer, Rotary
 from draftsmith.heads.layers.from_target import start_norm
 from draftsmith.target.kernels import RMSNorm
@@ -31,8 +32,8 @@ _EMBEDDING_SPREAD = 0.02
 class FusedHead(EagleHead):
     """A head that reads fused aux streams. Parameters carry the names of the flat EAGLE-3 layout (see formats.py).
 
-    embedding: [V, Ht] the target's raw input embedding, shared and frozen unless it is to be trained, of its sizes alone
-    where the draft has a width of its own. draft_vocab: [W] sorted target ids, or None for all of them. Weights start in
+    The target's raw input embedding [V, Ht] is shared and frozen unless it is to be trained; a draft with a width of its own
+    has embeddings of its own. draft_vocab: [W] sorted target ids, or None for all of them. Weights start in
     fp32 at torch's defaults; `build` fills lm_head.
     """
 
@@ -43,11 +44,12 @@ class FusedHead(EagleHead):
         self,
         options: DraftShape,
         config: LlamaConfig,
+        target: Target,
         layer_ids: Sequence[int],
-        embedding: Tensor,
         draft_vocab: Tensor | None,
     ) -> None:
         super().__init__(draft_vocab)
+        embedding = target.embedding
         (V, Ht), H, A, eps = embedding.shape, config.hidden_size, len(layer_ids), config.rms_norm_eps
         assert config.vocab_size == V
         self.options, self.config, self.window = options, config, options.sliding_window
@@ -121,18 +123,12 @@ class FusedHead(EagleHead):
         """The head with its output projection multiplied out, where that is of low rank."""
         if not isinstance(self.lm_head, LowRankLinear):
             return self
-        options, embedding = replace(self.options, lm_head_rank=None), self.embed_tokens.weight
-        tensors = {name: value for name, value in self.state_dict().items() if not name.startswith("lm_head.")}
-        Ht = self.fc.in_features // len(self.reads.layer_ids)
-        like = embedding if self.shares_width(Ht) else embedding.new_empty(len(embedding), Ht)
-        with torch.device(embedding.device):
-            whole = type(self)(options, self.config, self.reads.layer_ids, like, self.draft_vocab)
-        whole.load_state_dict({**tensors, "lm_head.weight": self.lm_head.product()}, assign=True)
+        whole, product = copy(self), self.lm_head.product()
+        whole._modules = {**self._modules}  # of which the copy has others
+        whole.options = replace(self.options, lm_head_rank=None)
+        whole.lm_head = nn.Linear(product.shape[1], product.shape[0], bias=False, device="meta")
+        whole.lm_head.weight = nn.Parameter(product, requires_grad=self.options.train_lm_head)
         return whole
-
-    def describe(self) -> dict[str, Any]:
-        """Return what `load` needs besides the tensors, as JSON."""
-        return {"options": asdict(self.options), "layer_config": describe_layer_config(self.config)}
 
     @classmethod
     def build(cls, options: DraftShape, target: Target, draft_vocab: Tensor | None) -> Self:
@@ -150,19 +146,12 @@ class FusedHead(EagleHead):
         config = derive_layer_config(options, target)
         _check_sizes(options, config, target, target.vocab_size if vocab is None else len(vocab))
         with torch.device(target.device):
-            head = cls(options, config, layer_ids, target.embedding, vocab)
+            head = cls(options, config, target, layer_ids, vocab)
         if not options.norm_before_residual:
             _normalise_streams(head, target)
         if head.shares_width(target.hidden_size):
             _start_as_the_target(head, target)
         return head
-
-    @classmethod
-    def load(cls, spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Self:
-        """Return the head that `describe` and its layer_ids wrote down; its weights are still to be filled in."""
-        options, config = cls.options_class(**spec["options"]), LlamaConfig(**spec["layer_config"])
-        with torch.device(target.device):
-            return cls(options, config, spec["layer_ids"], target.embedding, draft_vocab)
 
 
 @torch.no_grad()

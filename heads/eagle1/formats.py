@@ -133,7 +133,7 @@ def load_eagle1_directory(path: Path | str, target: Target) -> Eagle1Head:
         qkv_bias=bool(config.get("qkv_bias", "layers.0.self_attn.q_proj.bias" in tensors)),
     )
     with explain_config(path, "Llama layer", "fetch the head again"), torch.device(target.device):
-        head = Eagle1Head(options, read_layer(config), target.embedding, target.head)
+        head = Eagle1Head(options, read_layer(config), target)
     fill(head, tensors, file, remedy="fetch the head again")
     return head
 

@@ -12,7 +12,6 @@ projection makes logits of it, with no norm between. The layer itself has no nor
 In training y_t gets noise, so that the head lives with the errors of its own outputs; pass j of HASS is step j - 1.
 """
 
-from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -25,11 +24,11 @@ from draftsmith.decoder.noise import NOISE, uniforms
 from draftsmith.heads.base import Reads, Trains
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle1.options import Eagle1Options
-from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
+from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, Rotary
-from draftsmith.heads.layers.from_target import embedding_scale
+from draftsmith.heads.layers.from_target import ScaledHead, embedding_scale
 from draftsmith.target.kernels import RMSNorm
-from draftsmith.target.target import Target, TargetHead, steady_positions
+from draftsmith.target.target import Target, steady_positions
 
 
 class Eagle1Layer(EagleLayer):
@@ -42,27 +41,19 @@ class Eagle1Layer(EagleLayer):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
-class Eagle1Head(EagleHead):
+class Eagle1Head(ScaledHead, EagleHead):
     """The EAGLE-1 drafter. Parameters carry the names of EAGLE's published files (see formats.py).
 
-    embedding: [V, H] the target's raw input embedding, shared and frozen. embedding_scale: see from_target.py, 1 for heads
-    trained elsewhere. Weights start in fp32 at torch's defaults.
+    The target's raw input embedding [V, H] is shared and frozen. Weights start in fp32 at torch's defaults.
     """
 
     method: ClassVar[str] = "eagle1"
+    options_class = Eagle1Options
 
-    def __init__(
-        self,
-        options: Eagle1Options,
-        config: LlamaConfig,
-        embedding: Tensor,
-        target_head: TargetHead,
-        embedding_scale: float = 1.0,
-    ) -> None:
-        super().__init__(target_head=target_head)
-        self.embedding_scale = embedding_scale
-        H = config.hidden_size
-        assert embedding.shape[1] == target_head.weight.shape[1] == H
+    def __init__(self, options: Eagle1Options, config: LlamaConfig, target: Target, *_whole_vocabulary: Any) -> None:
+        super().__init__(target_head=target.head)
+        H, embedding = config.hidden_size, target.embedding
+        assert embedding.shape[1] == target.head.weight.shape[1] == H
         self.options, self.config = options, config
         self.reads = Reads(context_length=steady_positions(config))
         self.trains = Trains(options.aligned_passes, frozenset({"feature"}), measured_on_target=("embedding_scale",))
@@ -104,10 +95,6 @@ class Eagle1Head(EagleHead):
             noise = noise * (length / _document_tokens(batch.document))[..., None]
         return hidden + noise
 
-    def describe(self) -> dict[str, Any]:
-        layer = describe_layer_config(self.config)
-        return {"options": asdict(self.options), "layer_config": layer, "token_scale": self.embedding_scale}
-
 
 def _document_tokens(document_BL: Tensor) -> Tensor:
     """Return [B, L]: how many tokens the document of each position has (documents are numbered within their row)."""
@@ -122,12 +109,9 @@ def build(options: Eagle1Options, target: Target, draft_vocab: Tensor | None) ->
     assert draft_vocab is None, "EAGLE-1 predicts the whole vocabulary"
     config, scale = derive_layer_config(options, target), embedding_scale(target)
     with torch.device(target.device):
-        return Eagle1Head(options, config, target.embedding, target.head, scale)
+        head = Eagle1Head(options, config, target)
+    head.embedding_scale = scale
+    return head
 
 
-def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Eagle1Head:
-    """Return the head that `describe` wrote down, weights still to be filled in."""
-    assert draft_vocab is None
-    options, config = Eagle1Options(**spec["options"]), LlamaConfig(**spec["layer_config"])
-    with torch.device(target.device):
-        return Eagle1Head(options, config, target.embedding, target.head, spec.get("token_scale", 1.0))
+load = Eagle1Head.load

@@ -165,7 +165,7 @@ def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
     )
     layer = derive_layer_config(options, target) if options.prefix_attention else None
     with torch.device(target.device):
-        head = HydraHead(options, layer, target.embedding, target.head)
+        head = HydraHead(options, layer, target)
     fill(head, native, file, remedy=f"{_AGAIN}, or {_MADE_FOR}")
     return head
 

@@ -11,7 +11,6 @@ input embedding, and predicts x_{t+2+i}: in training these tokens are the text's
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict
 from itertools import islice
 from typing import Any, ClassVar
 
@@ -23,11 +22,11 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.noise import DROP, kept
 from draftsmith.errors import UserError
-from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows, shift_left
+from draftsmith.heads.base import Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows, shift_left
 from draftsmith.heads.hydra.options import HydraOptions
-from draftsmith.heads.layers.config import derive_layer_config, describe_layer_config
+from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, PlainLayer, Rotary
-from draftsmith.heads.layers.from_target import embedding_scale, sizes
+from draftsmith.heads.layers.from_target import ScaledHead, embedding_scale, sizes
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
 from draftsmith.target.kernels import RMSNorm
@@ -134,33 +133,29 @@ class Dropper:
         return x.masked_fill(~stay, 0.0) / (1 - self.rate)
 
 
-class HydraHead(DraftHead):
+class HydraHead(ScaledHead):
     """Hydra's heads. Parameters are named as in the published files as far as their order allows:
     `hydra_mlp.{i}.{j}.{linear,res_connection}.{weight,bias}`, `hydra_lm_head.{i}.{weight,bias}`,
     `prefix_embedding_layer.{layers.0.*,norm.weight}`.
 
-    embedding: [V, H] the target's input embedding, shared and frozen. config: of the prefix layer, None without one.
-    embedding_scale: see from_target.py, 1 for heads trained elsewhere. Weights start in fp32.
+    The target's input embedding [V, H] is shared and frozen. config: of the prefix layer, None without one. Weights start in
+    fp32.
     """
 
     method: ClassVar[str] = "hydra"
+    options_class = HydraOptions
+    needs_layers = False
 
     def __init__(
-        self,
-        options: HydraOptions,
-        config: LlamaConfig | None,
-        embedding: Tensor,
-        target_head: TargetHead,
-        embedding_scale: float = 1.0,
+        self, options: HydraOptions, config: LlamaConfig | None, target: Target, *_whole_vocabulary: Any
     ) -> None:
-        super().__init__(target_head=target_head)
-        self.embedding_scale = embedding_scale
-        V, H = target_head.weight.shape
+        super().__init__(target_head=target.head)
+        V, H = target.head.weight.shape
         self.options, self.config = options, config
         self.drafts = Drafts(options.num_heads)
         self.trains = Trains(options.num_heads, measured_on_target=("embedding_scale",))
         self.hidden_size, self.vocab_size = H, V
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
+        self.embed_tokens = nn.Embedding.from_pretrained(target.embedding.detach(), freeze=True)
         self.prefix_embedding_layer = None if config is None else PrefixLayer(config)
         later = min(options.num_layers - 1, 1) if options.tie_blocks else options.num_layers - 1
         self.hydra_mlp = nn.ModuleList(
@@ -220,10 +215,6 @@ class HydraHead(DraftHead):
         """That of the trained weights; the target's embedding may have another."""
         return self.blocks(0)[0].linear.weight.dtype
 
-    def describe(self) -> dict[str, Any]:
-        layer = {} if self.config is None else {"layer_config": describe_layer_config(self.config)}
-        return {"options": asdict(self.options), **layer, "token_scale": self.embedding_scale}
-
 
 def build(options: HydraOptions, target: Target, draft_vocab: Tensor | None) -> HydraHead:
     """Return untrained fp32 heads for `target`, their projections those of the target. Raises UserError where the target
@@ -236,7 +227,8 @@ def build(options: HydraOptions, target: Target, draft_vocab: Tensor | None) -> 
         )
     config, scale = derive_layer_config(options, target) if options.prefix_attention else None, embedding_scale(target)
     with torch.device(target.device):
-        head = HydraHead(options, config, target.embedding, target.head, scale)
+        head = HydraHead(options, config, target)
+        head.embedding_scale = scale
         if head.prefix_embedding_layer is not None:
             head.prefix_embedding_layer.start(float(sizes(target)[0]))
         for projection in head.hydra_lm_head:
@@ -248,10 +240,4 @@ def build(options: HydraOptions, target: Target, draft_vocab: Tensor | None) -> 
     return head
 
 
-def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> HydraHead:
-    """Return the heads that `describe` wrote down, weights still to be filled in."""
-    assert draft_vocab is None
-    config = LlamaConfig(**spec["layer_config"]) if "layer_config" in spec else None
-    with torch.device(target.device):
-        scale = spec.get("token_scale", 1.0)
-        return HydraHead(HydraOptions(**spec["options"]), config, target.embedding, target.head, scale)
+load = HydraHead.load

@@ -70,11 +70,6 @@ def check_heads(heads: int, groups: int, head_dim: int, hidden_size: int) -> Non
         )
 
 
-def describe_layer_config(config: LlamaConfig) -> dict[str, Any]:
-    """Return the keys from which `LlamaConfig(**keys)` makes the same layer, as JSON."""
-    return {key: getattr(config, key) for key in LAYER_KEYS}
-
-
 def rope_parameters(config: Any) -> dict[str, Any]:
     """Return the RoPE parameters of a target's text config for a layer with full attention.
 

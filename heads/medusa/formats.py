@@ -185,7 +185,7 @@ def _fill(native: dict[str, Tensor], target: Target, file: Path) -> MedusaHead:
     check_width(file, native["blocks.0.0.linear.weight"].shape[0], target)
     shared = not any(name.startswith("lm_heads.") for name in native)
     with torch.device(target.device):
-        head = MedusaHead(MedusaOptions(heads, layers, shared), target.head)
+        head = MedusaHead(MedusaOptions(heads, layers, shared), None, target)
     fill(head, native, file, remedy="fetch or export the heads again, or give the target that they were made for")
     return head
 

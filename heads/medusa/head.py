@@ -9,9 +9,8 @@ Head i of row t sees y_t, the target's post-final-norm state, and predicts x_{t+
 x_{t+1}, so heads and steps of other drafters count alike.
 """
 
-from dataclasses import asdict
 from itertools import islice
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows
 from draftsmith.heads.medusa.options import MedusaOptions
-from draftsmith.target.target import Target, TargetHead
+from draftsmith.target.target import Target
 
 
 class ResBlock(nn.Module):
@@ -43,12 +42,15 @@ class MedusaHead(DraftHead):
     """
 
     method: ClassVar[str] = "medusa"
+    options_class = MedusaOptions
+    needs_layers = False
+    options: MedusaOptions
 
-    def __init__(self, options: MedusaOptions, target_head: TargetHead) -> None:
-        super().__init__(target_head=target_head)
+    def __init__(self, options: MedusaOptions, config: None, target: Target, *_whole_vocabulary: Any) -> None:
+        super().__init__(target_head=target.head)
         self.options = options
         self.drafts, self.trains = Drafts(options.num_heads), Trains(options.num_heads)
-        V, H = target_head.weight.shape
+        V, H = target.head.weight.shape
         self.hidden_size, self.vocab_size = H, V
         heads = range(options.num_heads)
         self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(H) for _ in range(options.num_layers))) for _ in heads)
@@ -74,29 +76,15 @@ class MedusaHead(DraftHead):
         """State [..., H] -> fp32 logits [..., V] by the target's output projection."""
         return self.target_head.logits(state)
 
-    def describe(self) -> dict[str, Any]:
-        return {"options": asdict(self.options)}
+    @classmethod
+    def build(cls, options: Any, target: Target, draft_vocab: Tensor | None) -> Self:
+        """Return untrained fp32 heads for `target`, their projections those of the target, with the scale of its logits."""
+        assert draft_vocab is None, "Medusa predicts the whole vocabulary"
+        with torch.device(target.device):
+            head = cls(options, None, target)
+        for lm_head in head.lm_heads:
+            lm_head.weight = nn.Parameter(target.head.weight.detach().float() * target.head.scale)
+        return head
 
 
-def build(options: MedusaOptions, target: Target, draft_vocab: Tensor | None) -> MedusaHead:
-    """Return untrained fp32 heads for `target`, their projections those of the target."""
-    assert draft_vocab is None, "Medusa predicts the whole vocabulary"
-    with torch.device(target.device):
-        return start_as_the_target(MedusaHead(options, target.head))
-
-
-Head = TypeVar("Head", bound=MedusaHead)
-
-
-def start_as_the_target(head: Head) -> Head:
-    """Give projections of their own the weights of the target's, with the scale of its logits, and return the head."""
-    for lm_head in head.lm_heads:
-        lm_head.weight = nn.Parameter(head.target_head.weight.detach().float() * head.target_head.scale)
-    return head
-
-
-def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> MedusaHead:
-    """Return the heads that `describe` wrote down, weights still to be filled in."""
-    assert draft_vocab is None
-    with torch.device(target.device):
-        return MedusaHead(MedusaOptions(**spec["options"]), target.head)
+build, load = MedusaHead.build, MedusaHead.load

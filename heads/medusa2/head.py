@@ -8,6 +8,7 @@ heads of it.
 Shapes: B batch rows, L tokens, R rows, H target hidden, V target vocab.
 """
 
+from copy import copy
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -16,25 +17,28 @@ from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import HeadOutput, StepOutput, answer_rows
-from draftsmith.heads.medusa.head import MedusaHead, start_as_the_target
+from draftsmith.heads.medusa.head import MedusaHead
 from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.medusa2.options import Medusa2Options
-from draftsmith.target.target import Target, TargetHead
+from draftsmith.target.target import Target
 from draftsmith.target.tuned import AdapterSpec, TunedTarget
 
 
 class Medusa2Head(MedusaHead):
-    """Heads and adapter in training. Parameters: those of `MedusaHead`, and
+    """Heads and adapter. Parameters: those of `MedusaHead`, and
     `adapter.{layer of the target}.{lora_A,lora_B}.weight`; the target's own weights are none of them.
 
-    The target itself stays as it is: the adapter works in a view of its model.
+    The target itself stays as it is: the adapter works in a view of its model. merged: the tuned target of deployed heads, None
+    in training.
     """
 
     method: ClassVar[str] = "medusa2"
+    options_class = Medusa2Options
     options: Medusa2Options
+    merged: Target | None = None
 
-    def __init__(self, options: Medusa2Options, target: Target) -> None:
-        super().__init__(options, target.head)
+    def __init__(self, options: Medusa2Options, config: None, target: Target, *_whole_vocabulary: Any) -> None:
+        super().__init__(options, config, target)
         # The two factors of an adapter are no whole matrices.
         self.trains = replace(self.trains, outputs=frozenset({"tuned"}), no_muon=("lora_",))
         modules = None if options.target_modules is None else tuple(options.target_modules)
@@ -51,7 +55,10 @@ class Medusa2Head(MedusaHead):
         return self._tuned[0]
 
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
-        """Run the tuned target over the batch's tokens, then the heads on its states; return the logits of both."""
+        """Run the tuned target over the batch's tokens, then the heads on its states; return the logits of both. Deployed heads
+        read the batch's states, and return their own logits."""
+        if self.merged is not None:
+            return super().forward(batch, num_steps)
         states_BLH = self.tuned.states(batch)
         steps = super().forward(replace(batch, last=states_BLH), num_steps).steps
         rows = answer_rows(batch).flatten().nonzero().flatten()
@@ -59,67 +66,31 @@ class Medusa2Head(MedusaHead):
 
     def project(self, state: Tensor) -> Tensor:
         """State [..., H] -> fp32 logits [..., V] by the tuned target's output projection."""
-        return self.tuned.logits(state)
+        return self.tuned.logits(state) if self.merged is None else super().project(state)
 
     def lr_factor(self, name: str) -> float:
         """The adapter learns at a rate of its own."""
         return self.options.adapter_lr if name.startswith("adapter.") else 1.0
 
-    def deployed(self, target: Target) -> "DeployedMedusa2":
-        """Return the heads for the tuned target, which verifies their drafts; its weights are merged in the dtype of
-        `target`, the original."""
-        return DeployedMedusa2(self, self.tuned.merged(target))
+    def deployed(self, target: Target) -> "Medusa2Head":
+        """Return the heads as they draft, of the same weights: Medusa heads of the tuned target, which verifies their drafts and
+        whose weights are merged in the dtype of `target`, the original. The adapter is a part only as a count of what was trained."""
+        other = copy(self)
+        other.merged = self.tuned.merged(target)
+        other._target_head = [other.merged.head]
+        return other
+
+    def verifier(self, target: Target) -> Target:
+        """Return the tuned target of deployed heads, the original of those in training."""
+        return target if self.merged is None else self.merged
 
     def served(self) -> MedusaHead:
         """Return the heads as engines read them: Medusa heads of a target that has no adapter."""
-        return _plain(self, self.target_head)
-
-
-class DeployedMedusa2(MedusaHead):
-    """Medusa-2's heads as they draft: Medusa heads of the tuned target. The adapter is merged into that, and a part of
-    this module only as a count of what was trained."""
-
-    method: ClassVar[str] = "medusa2"
-
-    def __init__(self, trained: Medusa2Head, tuned: Target) -> None:
+        options = MedusaOptions(**{field.name: getattr(self.options, field.name) for field in fields(MedusaOptions)})
         with torch.device("meta"):
-            super().__init__(trained.options, tuned.head)
-        self.trains = trained.trains
-        self.blocks, self.lm_heads, self.adapter = trained.blocks, trained.lm_heads, trained.adapter
-        self._trained, self._verifier = [trained], [tuned]
-        self.train(trained.training)  # of which it shares the modules
-
-    def verifier(self, target: Target) -> Target:
-        """Return the tuned target."""
-        return self._verifier[0]
-
-    @property
-    def tuned(self) -> TunedTarget:
-        """The original target with the adapter, as trained."""
-        return self._trained[0].tuned
-
-    def served(self) -> MedusaHead:
-        """Return the heads as engines read them."""
-        return _plain(self, self.target_head)
+            plain = MedusaHead(options, None, self.verifier(self.tuned.target))
+        plain.blocks, plain.lm_heads = self.blocks, self.lm_heads
+        return plain.train(self.training)
 
 
-def _plain(head: MedusaHead, target_head: TargetHead) -> MedusaHead:
-    options = MedusaOptions(**{field.name: getattr(head.options, field.name) for field in fields(MedusaOptions)})
-    with torch.device("meta"):
-        plain = MedusaHead(options, target_head)
-    plain.blocks, plain.lm_heads = head.blocks, head.lm_heads
-    return plain.train(head.training)
-
-
-def build(options: Medusa2Options, target: Target, draft_vocab: Tensor | None) -> Medusa2Head:
-    """Return untrained fp32 heads, their projections those of the target, and an adapter that changes nothing."""
-    assert draft_vocab is None, "Medusa predicts the whole vocabulary"
-    with torch.device(target.device):
-        return start_as_the_target(Medusa2Head(options, target))
-
-
-def load(spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Medusa2Head:
-    """Return the heads and the adapter that `describe` wrote down, weights still to be filled in."""
-    assert draft_vocab is None
-    with torch.device(target.device):
-        return Medusa2Head(Medusa2Options(**spec["options"]), target)
+build, load = Medusa2Head.build, Medusa2Head.load

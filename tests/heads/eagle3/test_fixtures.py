@@ -5,6 +5,8 @@ Their conventions (shifts, masks, means, unnormalised states) are translated her
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from draftsmith.heads.base import HeadOutput, shift_left
 from draftsmith.heads.eagle3.head import Eagle3Head, Eagle3Options
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.target.target import TargetHead
+from draftsmith.target.target import Target, TargetHead
 
 FIXTURES = Path(__file__).resolve().parents[3].parent / "shared" / "fixtures"
 pytestmark = pytest.mark.skipif(not FIXTURES.is_dir(), reason="the reference runs (../shared/fixtures) are not here")
@@ -38,7 +40,8 @@ def make_head(
     weights: dict[str, Tensor], options: Eagle3Options, config: LlamaConfig, layer_ids: list[int]
 ) -> Eagle3Head:
     draft_vocab = torch.arange(len(weights["d2t"])) + weights["d2t"]
-    head = Eagle3Head(options, config, layer_ids, weights["embed_tokens.weight"], draft_vocab)
+    target = cast(Target, SimpleNamespace(embedding=weights["embed_tokens.weight"]))
+    head = Eagle3Head(options, config, target, layer_ids, draft_vocab)
     ours = {name.replace("midlayer.", "layers.0."): value for name, value in weights.items()}
     ours = {name: value for name, value in ours.items() if name not in ("d2t", "t2d")}
     head.load_state_dict({**ours, "draft_vocab": draft_vocab})

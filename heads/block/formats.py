@@ -147,7 +147,7 @@ def load_block(path: Path, config: Mapping[str, Any], target: Target, kind: type
     tensors = tidy(stored, file, target)
     vocab = take_vocab(tensors, config.get("draft_vocab_size"), file, target)
     held, own = tensors.pop(LM_HEAD, None), target.head.weight if vocab is None else target.head.weight[vocab]
-    if held is not None and (held.shape != own.shape or not is_the_same(held, own)):
+    if held is not None and not is_the_same(held, own):
         raise not_computed(path, "an output projection that was trained with it")
     with explain_config(path, "Qwen3 layer", "fetch the head again"), torch.device(target.device):
         head = kind(options, read_layer(config), target, options.layer_ids, vocab)

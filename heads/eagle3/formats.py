@@ -45,59 +45,52 @@ def _layers(files: ModelFiles) -> list[int]:
     return files.config[AUX_LAYERS]
 
 
-def _one_layer(why: str, refused: bool) -> Rule:
+def _one_layer(why: str) -> Rule:
     return Rule(
         "head.num_hidden_layers above 1",
         why,
         "serve it with vLLM, or train with head.num_hidden_layers 1",
         lambda files, target, head: flatten(files.config)["num_hidden_layers"] > 1,
-        refused,
     )
 
 
-def _window(refused: bool) -> Rule:
-    return Rule(
-        "head.sliding_window",
-        "lets the draft see all tokens, in silence",
-        "serve it with vLLM, or train without it",
-        lambda files, target, head: "sliding_window" in flatten(files.config),
-        refused,
-    )
+_WINDOW = Rule(
+    "head.sliding_window",
+    "lets the draft see all tokens, in silence",
+    "serve it with vLLM, or train without it",
+    lambda files, target, head: "sliding_window" in flatten(files.config),
+)
 
 
 def _other_engines(one_layer: str, single_layer: str) -> tuple[Rule, ...]:
     """What SGLang and TensorRT-LLM lack of the flat layout. one_layer: what they do with several decoder layers; single_layer:
     with one layer of the target."""
     return (
-        _one_layer(one_layer, refused=False),
-        _window(refused=False),
+        _one_layer(one_layer),
+        _WINDOW,
         Rule(
             "head.norm_before_residual",
             "ignores it in silence and adds the raw state",
             "serve it with vLLM, or train without it",
             has_flag("norm_before_residual"),
-            refused=False,
         ),
         Rule(
             "layer 0 among head.layer_ids",
             "counts layer outputs, and the embeddings are none",
             "serve it with vLLM, or train with other layers",
             lambda files, target, head: 0 in _layers(files),
-            refused=False,
         ),
         Rule(
             "a single layer in head.layer_ids",
             single_layer,
             "serve it with vLLM, or train with three layers",
             lambda files, target, head: len(_layers(files)) == 1,
-            refused=False,
         ),
         Rule(
             "input embeddings that were trained",
             "takes the target's in silence",
             "serve it with vLLM, or train with head.train_embeddings false",
             changed_embedding,
-            refused=False,
         ),
     )
 
@@ -147,8 +140,8 @@ _LLAMA_CPP = Served(
             "export the layout eagle3 for vLLM, or train with three",
             lambda files, target, head: len(_layers(files)) != 3,
         ),
-        _one_layer("knows one draft layer", True),
-        _window(refused=True),
+        _one_layer("knows one draft layer"),
+        _WINDOW,
     ),
     caveats=(engines.LLAMA_CPP_SILENT,),
     needs="states",

@@ -33,14 +33,15 @@ class Rule:
         why: What the engine does with it; the text follows the engine's name.
         instead: What to do.
         applies: Whether a head is such a head, by its files, its target and itself.
-        refused: Whether its export is refused. If not, other engines serve the files, and the README leaves this engine out.
+        refused: Whether its export is refused. If not, other engines serve the files, and the README leaves this engine out. None: it is
+            refused where the layout has no other engine.
     """
 
     what: str
     why: str
     instead: str
     applies: Condition
-    refused: bool = True
+    refused: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,10 @@ class Layout:
     def name(self) -> str:
         return self.schema.name
 
+    def refuses(self, rule: Rule) -> bool:
+        """Whether heads that a rule of one of the engines is about are not exported."""
+        return len(self.engines) == 1 if rule.refused is None else rule.refused
+
     def blocking_rule(self, engine: str, files: ModelFiles, target: Target, head: DraftHead) -> Rule | None:
         """Return the rule that keeps `engine` from serving these files, None where it serves them."""
         return next((rule for rule in self.engines[engine].rules if rule.applies(files, target, head)), None)
@@ -96,7 +101,7 @@ class Layout:
         """Raise UserError, naming the engine, why and what to do instead, where the layout's engine lacks something."""
         for engine, served in self.engines.items():
             for rule in served.rules:
-                if rule.refused and rule.applies(files, target, head):
+                if self.refuses(rule) and rule.applies(files, target, head):
                     raise UserError(
                         f"The layout {self.name} cannot hold this head: it has {rule.what}, and {ENGINES[engine].title} "
                         f"{rule.why}; {rule.instead}."
@@ -175,7 +180,6 @@ def served_by_speculators(width: str) -> Served:
         "takes the draft to be as wide as the target",
         "serve it with vLLM, or leave head.hidden_size out",
         lambda files, target, head: flatten(files.config)["hidden_size"] != target.hidden_size,
-        refused=False,
     )
     return Served(start_speculators, rules=(rule,), caveats=(SPECULATORS_COMPLETE,))
 

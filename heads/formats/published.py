@@ -83,7 +83,7 @@ def tidy(tensors: Mapping[str, Tensor], file: Path, target: Target) -> dict[str,
 
 
 def is_the_same(held: Tensor, own: Tensor) -> bool:
-    """Whether a tensor in a file is the target's, in the coarser dtype of both."""
+    """Whether a tensor in a file is the target's, in the coarser dtype of both; one of another shape is not."""
     return torch.equal(held.to(own), own) or torch.equal(held, own.to(held))
 
 

@@ -187,7 +187,7 @@ def _without_the_targets(tensors: dict[str, Tensor], target: Target, file: Path)
     unused = (f"{PREFIX}embed_tokens.weight",)
     kept = {name: x for name, x in tensors.items() if name not in unused and not name.endswith("rotary_emb.inv_freq")}
     held = kept.pop("input_embed_fn.weight", None)
-    if held is not None and (held.shape != target.embedding.shape or not is_the_same(held, target.embedding)):
+    if held is not None and not is_the_same(held, target.embedding):
         raise UserError(
             f"{file} holds heads that read other input embeddings than those of the target {target.path}: {_MADE_FOR}."
         )
@@ -226,8 +226,7 @@ def _drop_copies(native: dict[str, Tensor], heads: int, target: Target, file: Pa
     """Take out the projections, which must be the target's."""
     for i in range(heads):
         held = native.pop(f"hydra_lm_head.{i}.weight", None)
-        same = held is not None and held.shape == target.head.weight.shape and is_the_same(held, target.head.weight)
-        if not same:
+        if held is None or not is_the_same(held, target.head.weight):
             raise UserError(
                 f"{file} {'lacks the projection' if held is None else 'holds another projection than the target'} in head "
                 f"{i}, though original_lm_head is true in {CONFIG}: export the heads again for this target."

@@ -215,6 +215,7 @@ LAYOUTS = (
                         "makes all blocks of a head one module, so that only the last would count, in silence",
                         "export the layout medusa_vllm for vLLM, or train with head.num_layers 1",
                         lambda files, target, head: files.config["medusa_num_layers"] > 1,
+                        refused=True,  # the layout is this code's own
                     ),
                 ),
                 caveats=(
@@ -229,7 +230,6 @@ LAYOUTS = (
                         "looks for a projection of each head in the file",
                         "train with head.original_lm_head false",
                         lambda files, target, head: _shares_projection(files),
-                        refused=False,
                     ),
                 ),
             ),

@@ -83,6 +83,7 @@ LAYOUTS = (
                         "leaves it out where it reads this format",
                         "export the layout peagle, or train without it",
                         has_flag("fc_norm"),
+                        refused=True,
                     ),
                 ),
                 caveats=(_RUNNER, engines.SPECULATORS_NUMBERS),

@@ -67,7 +67,7 @@ def rules_table(*, refused: bool) -> str:
     rows: dict[tuple[str, ...], tuple[list[str], list[str]]] = {}
     served = [(layout, engine, one) for layout in layouts().values() for engine, one in layout.engines.items()]
     for layout, engine, rule in ((layout, engine, rule) for layout, engine, one in served for rule in one.rules):
-        if rule.refused == refused:
+        if layout.refuses(rule) == refused:
             what = re.sub(r"head\.\w+", r"`\g<0>`", rule.what)
             names, engines = rows.setdefault((layout.method, what, rule.why, rule.instead), ([], []))
             names += [f"`{layout.name}`"] * (f"`{layout.name}`" not in names)

@@ -126,7 +126,7 @@ def test_every_rule_finds_its_head_and_says_what_to_do(layout, engine, rule, tmp
     target = make_target()
     head = HEADS[rule.what](target)
     assert layout.method == head.method
-    if rule.refused:
+    if layout.refuses(rule):
         words = f"The layout {layout.name} cannot hold this head: .*{ENGINES[engine].title} .*; .+\\.$"
         with pytest.raises(UserError, match=words) as caught:
             export_head(head, target, tmp_path / "out", layout=layout.name, num_speculative_tokens=3)
@@ -164,8 +164,9 @@ def test_the_layout_that_a_rule_offers_holds_the_head(what, layout):
     target = make_target()
     head = HEADS[what](target)
     files = convert_head(head, target, layout=layout)
-    rules = [rule for served in layouts()[layout].engines.values() for rule in served.rules]
-    assert not [rule.what for rule in rules if rule.refused and rule.applies(files, target, head)]
+    offered = layouts()[layout]
+    rules = [rule for served in offered.engines.values() for rule in served.rules]
+    assert not [rule.what for rule in rules if offered.refuses(rule) and rule.applies(files, target, head)]
 
 
 def linear_shards(config: dict[str, int], gpus: int) -> bool:

@@ -97,7 +97,7 @@ REFUSED_FOR = {
 
 def holds(layout: Layout, name: str) -> bool:
     """Whether the layout takes the head of that name."""
-    rules = [rule for served in layout.engines.values() for rule in served.rules if rule.refused]
+    rules = [rule for served in layout.engines.values() for rule in served.rules if layout.refuses(rule)]
     return REFUSED_FOR.get(name) not in {rule.what for rule in rules}
 
 

@@ -207,7 +207,7 @@ def read_fused(
     further fields of the head's options."""
     check_sizes(path, config, target, shapes=True)
     file, stored = read_weights(path, target.device)
-    tensors = names.rename(tidy(stored, file, target))
+    tensors = tidy(stored, file, target, names)
     draft_vocab = take_vocab(tensors, config.get("draft_vocab_size") or target.vocab_size, file, target)
     layer_ids = _read_layer_ids(path, config, target)
     switches = {flag: _switch(path, config, flag) for flag in FLAGS}

@@ -15,6 +15,7 @@ from transformers import LlamaConfig
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import EMBEDDING, borrows_embedding
 from draftsmith.heads.files import CONFIG
+from draftsmith.heads.formats.schema import Schema
 from draftsmith.target.target import Target
 
 
@@ -66,17 +67,20 @@ def read_layer(config: Mapping[str, Any]) -> LlamaConfig:
     return layer
 
 
-def tidy(tensors: Mapping[str, Tensor], file: Path, target: Target) -> dict[str, Tensor]:
-    """Return the tensors by their names without a leading `model.`, less an embedding that is the target's.
+def tidy(tensors: Mapping[str, Tensor], file: Path, target: Target, names: Schema | None = None) -> dict[str, Tensor]:
+    """Return the tensors by the head's names, less an embedding that is the target's. names: of a layout with others; a leading
+    `model.` that it does not know is left out.
 
     Raises UserError where two have the same name, and for quantized ones (d2t and t2d are no weights).
     """
-    plain = {re.sub(r"^(model\.)+", "", name): value for name, value in tensors.items()}
+    known = set() if names is None else {name for name in tensors if names.knows(name)}
+    plain = {name if name in known else re.sub(r"^(model\.)+", "", name): value for name, value in tensors.items()}
     if len(plain) < len(tensors):
         raise UserError(f"{file} holds a tensor twice, with and without the prefix `model.`: fetch the head again.")
     for name, value in plain.items():
-        if not value.is_floating_point() and name not in ("d2t", "t2d", "token_map"):
+        if not value.is_floating_point() and name.removeprefix("model.") not in ("d2t", "t2d", "token_map"):
             raise UserError(f"{file} holds {name} as {value.dtype}: give a head that is not quantized.")
+    plain = plain if names is None else names.rename(plain)
     if EMBEDDING in plain and borrows_embedding(plain[EMBEDDING], target):
         del plain[EMBEDDING]
     return plain

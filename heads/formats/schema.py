@@ -161,6 +161,10 @@ class Schema:
             if wanted and row.name not in there:
                 raise self._broken(row.name, f"shape {list(row.shape)}", "nothing")
 
+    def knows(self, name: str) -> bool:
+        """Whether the layout has a tensor of that name."""
+        return _find(self.tensors, name)[0] is not None
+
     def rename(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors of the layout under the head's names; what no row names keeps its name."""
         rows = {name: _find(self.tensors, name) for name in tensors}

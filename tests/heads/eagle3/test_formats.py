@@ -1,18 +1,20 @@
 """The speculators layout of EAGLE-3: its keys, its tensors, and what an engine computes from them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.errors import UserError
+from draftsmith.heads.eagle.formats import EAGLE3
 from draftsmith.heads.eagle3.formats import load_eagle3_directory
 from draftsmith.heads.export.export import convert_head, export_head
 from tests.batches import documents_of, pack
@@ -87,6 +89,18 @@ def test_a_target_on_disk_is_named_by_its_full_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     files = convert_head(make_eagle3(target), target, layout=LAYOUT, num_speculative_tokens=4)
     assert files.config["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "target")
+
+
+def test_a_layout_may_begin_its_names_with_model(tmp_path):
+    target = make_target()
+    head = make_eagle3(target)
+    export_head(head, target, tmp_path, layout="eagle3")
+    file = tmp_path / "model.safetensors"
+    save_file({f"model.{name}": value for name, value in load_file(file).items()}, file)
+    rows = (replace(row, name=f"model.{row.name}", ours=row.ours or row.name) for row in EAGLE3.tensors)
+    for names in (EAGLE3, replace(EAGLE3, name="eagle3_model", tensors=tuple(rows))):
+        found = load_eagle3_directory(tmp_path, target, names).state_dict()
+        assert all(torch.equal(value, head.state_dict()[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("count", [None, 0, -1])

@@ -16,8 +16,8 @@ from draftsmith import Request, Sampling, UserError
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build
-from draftsmith.heads.eagle3.options import Eagle3Options
 from scripts.bench.pages.api import BLOCK, reference
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model

@@ -12,8 +12,8 @@ from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.recipe.schema import EvaluateSpec, Recipe, TrainSpec
 from draftsmith.target.target import Target
 from draftsmith.train.loop import train

@@ -14,8 +14,8 @@ from transformers import LlamaConfig
 
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import fill
+from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.draft_model.head import DraftLmHead
-from draftsmith.heads.draft_model.options import DraftLmOptions
 from draftsmith.heads.draft_model.start import (
     EMBEDDING,
     PROJECTION,

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, HeadOutput, Reads, StepOutput, iterate_supervised_rows
-from draftsmith.heads.draft_model.options import DraftLmOptions
+from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.draft_model.start import KEYS, starting_point
 from draftsmith.heads.layers.decoder_layer import Rotary, rotate
 from draftsmith.heads.layers.row_plan import RowPlan, plan_rows

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from draftsmith.data.conversations.templates import read_tokenizer
 from draftsmith.errors import UserError
-from draftsmith.heads.draft_model.options import SIZES, DraftLmOptions
+from draftsmith.heads.draft_model import SIZES, DraftLmOptions
 from draftsmith.heads.formats.recognise import is_head_config
 from draftsmith.heads.layers.config import LAYER_KEYS, LONGEST_CONTEXT, check_heads, rope_parameters
 from draftsmith.target.folder import hash_tokenizer

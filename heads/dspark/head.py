@@ -19,8 +19,8 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import HeadOutput, StepOutput, shift_left
 from draftsmith.heads.block.base import BlockHead
+from draftsmith.heads.dspark import DSparkOptions
 from draftsmith.heads.dspark.calibration import calibrate
-from draftsmith.heads.dspark.options import DSparkOptions
 
 
 class MarkovHead(nn.Module):

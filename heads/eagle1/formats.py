@@ -17,8 +17,8 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import EMBEDDING, fill
+from draftsmith.heads.eagle1 import Eagle1Options
 from draftsmith.heads.eagle1.head import Eagle1Head
-from draftsmith.heads.eagle1.options import Eagle1Options
 from draftsmith.heads.files import explain_config, read_config, read_weights
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target, changed_embedding

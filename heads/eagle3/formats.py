@@ -13,8 +13,8 @@ from draftsmith.heads.eagle.formats import (
     read_either,
     read_fused,
 )
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served, changed_embedding, has_flag, served_by_speculators
 from draftsmith.heads.formats.recognise import Format, HeadFolder

@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from draftsmith.heads.eagle.fused import FusedHead
-from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.eagle3 import Eagle3Options
 
 
 class Eagle3Head(FusedHead):

@@ -36,8 +36,8 @@ from draftsmith.heads.formats.schema import (
     renamed,
     target_reference,
 )
+from draftsmith.heads.hydra import HydraOptions
 from draftsmith.heads.hydra.head import HydraHead
-from draftsmith.heads.hydra.options import HydraOptions
 from draftsmith.heads.layers.config import LAYER_KEYS, derive_layer_config
 from draftsmith.heads.layers.from_target import fold
 from draftsmith.target.target import Target

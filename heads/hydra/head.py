@@ -23,7 +23,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.noise import DROP, kept
 from draftsmith.errors import UserError
 from draftsmith.heads.base import Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows, shift_left
-from draftsmith.heads.hydra.options import HydraOptions
+from draftsmith.heads.hydra import HydraOptions
 from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, PlainLayer, Rotary
 from draftsmith.heads.layers.from_target import ScaledHead, embedding_scale, sizes

@@ -3,7 +3,8 @@
 Shapes: R rows, W draft vocab, V target vocab. q is the draft's distribution over the draft vocabulary; p the target's over the
 whole one; p' is p renormalised over the draft vocabulary. A loss that compares two distributions over the same tokens takes p';
 one about acceptance takes p, since p' would promise more acceptance than there is. All are pure functions in the dtype of
-their inputs, finite with their gradients where p or q is 0: where a logarithm of p' is taken, p' is at least TINY (`_log_p`).
+their inputs, finite with their gradients where p or q is 0: a logarithm of p' (`_log_p`) or of the acceptance (`lk_alpha`) is one
+of at least TINY. A smaller acceptance has no gradient.
 
 To add a loss, write its function with its entry in LOSSES, and its definition in tests/heads/losses/oracles.py; then
 `python -m scripts.bench.pages.losses` writes the docs' table. A number of its own is a field of `LossSpec`, too.

@@ -35,8 +35,8 @@ from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.published import check_width, is_the_same
 from draftsmith.heads.formats.recognise import Format, HeadFolder
 from draftsmith.heads.formats.schema import Config, Export, ModelFiles, Schema, TensorRow, renamed, target_reference
+from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import MedusaHead
-from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.target.target import Target
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows
-from draftsmith.heads.medusa.options import MedusaOptions
+from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.target.target import Target
 
 

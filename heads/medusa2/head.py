@@ -17,9 +17,9 @@ from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import HeadOutput, StepOutput, answer_rows
+from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import MedusaHead
-from draftsmith.heads.medusa.options import MedusaOptions
-from draftsmith.heads.medusa2.options import Medusa2Options
+from draftsmith.heads.medusa2 import Medusa2Options
 from draftsmith.target.target import Target
 from draftsmith.target.tuned import AdapterSpec, TunedTarget
 

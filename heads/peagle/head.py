@@ -28,7 +28,7 @@ from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_row
 from draftsmith.heads.eagle.fused import FusedHead
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
-from draftsmith.heads.peagle.options import PEagleOptions
+from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.target.target import Target
 from draftsmith.target.tokens import spare_tokens
 

@@ -16,8 +16,8 @@ from draftsmith.data.embedded.default import SHIPPED
 from draftsmith.eval.report.report import render_html, render_markdown
 from draftsmith.eval.results.result import read_result
 from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3 import head as eagle3
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.record import read_record
 from draftsmith.target.target import load_target

@@ -17,8 +17,8 @@ from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.verify import Typical
 from draftsmith.heads.checkpoint import load_checkpoint, save_head
-from draftsmith.heads.medusa.options import MedusaOptions
-from draftsmith.heads.medusa2.options import Medusa2Options
+from draftsmith.heads.medusa import MedusaOptions
+from draftsmith.heads.medusa2 import Medusa2Options
 from draftsmith.heads.registry import find_method
 from draftsmith.target.target import load_target
 from tests.workplace import make_workplace

@@ -19,8 +19,8 @@ from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
 from draftsmith.eval.simulate.texts import simulate_generations, to_sample
 from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head, build
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.target.target import Target
 from tests.models import KINDS, tiny_model
 

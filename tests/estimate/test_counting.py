@@ -17,22 +17,22 @@ from draftsmith.estimate.figures import parameter_bytes
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.block import base as block_base
 from draftsmith.heads.dflash import DFlashOptions
+from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.draft_model import head as draft_lm
-from draftsmith.heads.draft_model.options import DraftLmOptions
-from draftsmith.heads.dspark.options import DSparkOptions
-from draftsmith.heads.eagle1.options import Eagle1Options
-from draftsmith.heads.eagle3.options import Eagle3Options
-from draftsmith.heads.hydra.options import HydraOptions
+from draftsmith.heads.dspark import DSparkOptions
+from draftsmith.heads.eagle1 import Eagle1Options
+from draftsmith.heads.eagle3 import Eagle3Options
+from draftsmith.heads.hydra import HydraOptions
 from draftsmith.heads.layers import causal_kernels, training_pass
 from draftsmith.heads.layers.ttt_attention import merged_attention
 from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa import head as medusa
 from draftsmith.heads.medusa.head import MedusaHead
-from draftsmith.heads.medusa.options import MedusaOptions
-from draftsmith.heads.medusa2.options import Medusa2Options
-from draftsmith.heads.peagle.options import PEagleOptions
+from draftsmith.heads.medusa2 import Medusa2Options
+from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.registry import methods
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.shape import shape_of

@@ -31,7 +31,7 @@ from draftsmith.estimate.estimate import (
 )
 from draftsmith.estimate.evaluation import EvaluationEstimate
 from draftsmith.estimate.figures import DEVICES, Device, device_here, find_device
-from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.registry import find_method
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import AnswersSpec, DataSpec, FeaturesSpec, Recipe, TrainSpec

@@ -15,7 +15,7 @@ from draftsmith.decoder.trees import StaticTree
 from draftsmith.decoder.verify import Typical
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods

@@ -18,8 +18,8 @@ from draftsmith.heads import registry
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build as build_medusa
-from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.heads.registry import find_method, method_names, methods
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.target.target import load_target

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from draftsmith.cli.main import main
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.export.export import export_head
-from draftsmith.heads.medusa.options import MedusaOptions
+from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.target.target import Target, load_target
 from tests import exports

@@ -16,11 +16,11 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build as build_eagle
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build as build_medusa
-from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import at_temperature, check_named_drafters, select_drafters

@@ -23,8 +23,8 @@ from draftsmith.eval.results.result import DrafterResult, Result, read_result, w
 from draftsmith.eval.simulate.answers import answer_alone
 from draftsmith.foreign.journal import Journal
 from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3 import head as eagle3
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.machine import hardware
 from draftsmith.target.target import Target, load_target
 from tests.models import tiny_model

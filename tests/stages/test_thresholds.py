@@ -10,10 +10,10 @@ import torch
 from draftsmith.cli.main import main
 from draftsmith.eval.results.result import read_result
 from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle1 import Eagle1Options
 from draftsmith.heads.eagle1 import head as eagle1
-from draftsmith.heads.eagle1.options import Eagle1Options
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3 import head as eagle3
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.export.export import export_head
 from draftsmith.target.target import load_target
 from tests.helpers import tiny_tokenizer

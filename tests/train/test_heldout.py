@@ -15,8 +15,8 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate import acceptance as simulate
 from draftsmith.heads.base import HeadOutput, Trains, agree
 from draftsmith.heads.block.base import BlockHead
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.losses import head_loss as losses
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.recipe.schema import TrainSpec

@@ -14,8 +14,8 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.extract import OnlineSource
 from draftsmith.errors import UserError
 from draftsmith.eval.training.forecast import Point, forecast
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrackingSpec, TrainSpec

@@ -36,7 +36,7 @@ from draftsmith.eval.drafters.generate_baseline import plain
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.results.result import TargetInfo
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.eagle3.options import Eagle3Options
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.machine import environment
 from draftsmith.target.target import load_target
 from scripts.bench.decoder.bench import main

@@ -14,24 +14,24 @@ from draftsmith.eval.conformance.suite import CHECKS, Spec, check_layouts, run_c
 from draftsmith.heads import static_drafts as slot_drafts
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.dflash import DFlashOptions
-from draftsmith.heads.draft_model.options import DraftLmOptions
+from draftsmith.heads.draft_model import DraftLmOptions
+from draftsmith.heads.dspark import DSparkOptions
 from draftsmith.heads.dspark.drafter import DSparkDrafter
 from draftsmith.heads.dspark.head import DSparkHead
-from draftsmith.heads.dspark.options import DSparkOptions
 from draftsmith.heads.eagle import base as eagle_base
 from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle1 import Eagle1Options
 from draftsmith.heads.eagle1.head import Eagle1Head
-from draftsmith.heads.eagle1.options import Eagle1Options
+from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head
-from draftsmith.heads.eagle3.options import Eagle3Options
 from draftsmith.heads.formats.layout import layouts, layouts_of
-from draftsmith.heads.hydra.options import HydraOptions
+from draftsmith.heads.hydra import HydraOptions
+from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa import drafter as medusa_drafter
 from draftsmith.heads.medusa import head as medusa
 from draftsmith.heads.medusa.drafter import MedusaDrafter
-from draftsmith.heads.medusa.options import MedusaOptions
-from draftsmith.heads.medusa2.options import Medusa2Options
-from draftsmith.heads.peagle.options import PEagleOptions
+from draftsmith.heads.medusa2 import Medusa2Options
+from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.registry import methods
 from draftsmith.heads.static_drafts import HeadDrafter
 from tests.exports import replace_layout

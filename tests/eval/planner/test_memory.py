@@ -16,7 +16,7 @@ from draftsmith.eval.drafters.baselines import BaselineSpec, Supplies, make_base
 from draftsmith.eval.drafters.system import DraftInfo, SystemUnderTest, head_system
 from draftsmith.eval.planner.memory import Memory, memory_at
 from draftsmith.eval.results.result import TargetInfo
-from draftsmith.heads.hydra.options import HydraOptions
+from draftsmith.heads.hydra import HydraOptions
 from draftsmith.heads.registry import methods
 from draftsmith.target.shape import shape_of
 from draftsmith.target.target import Target

@@ -18,8 +18,8 @@ from draftsmith.heads.base import HeadOutput, StepOutput, Trains, iterate_superv
 from draftsmith.heads.losses import head_loss as head_loss_module
 from draftsmith.heads.losses.head_loss import confidence_loss, head_loss, loss_divisor, make_teacher
 from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build
-from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.models import tiny_model

@@ -17,9 +17,9 @@ from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.drafter import MedusaDrafter
 from draftsmith.heads.medusa.head import MedusaHead, build
-from draftsmith.heads.medusa.options import MedusaOptions
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.models import tiny_model

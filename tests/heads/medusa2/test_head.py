@@ -30,10 +30,10 @@ from draftsmith.heads.export.tuned import write_adapter, write_merged
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build as build_medusa
-from draftsmith.heads.medusa.options import MedusaOptions
+from draftsmith.heads.medusa2 import Medusa2Options
 from draftsmith.heads.medusa2.head import Medusa2Head, build
-from draftsmith.heads.medusa2.options import Medusa2Options
 from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.probe import check_target

@@ -12,9 +12,9 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.peagle import head as peagle
 from draftsmith.heads.peagle.head import PEagleHead, build
-from draftsmith.heads.peagle.options import PEagleOptions
 from draftsmith.heads.warm_start import adopt_options
 from draftsmith.storage import write_json
 from draftsmith.target.target import Target

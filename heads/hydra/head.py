@@ -22,11 +22,19 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.noise import DROP, kept
 from draftsmith.errors import UserError
-from draftsmith.heads.base import Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows, shift_left
+from draftsmith.heads.base import (
+    Drafts,
+    HeadOutput,
+    ScaledHead,
+    StepOutput,
+    Trains,
+    iterate_supervised_rows,
+    shift_left,
+)
 from draftsmith.heads.hydra import HydraOptions
 from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, PlainLayer, Rotary
-from draftsmith.heads.layers.from_target import ScaledHead, embedding_scale, sizes
+from draftsmith.heads.layers.from_target import embedding_scale, sizes
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
 from draftsmith.target.kernels import RMSNorm

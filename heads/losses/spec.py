@@ -79,32 +79,27 @@ class LossSpec:
         weights = self.depth_weights
         require(weights is None or sum(weights) > 0, "train.loss.depth_weights", weights, "one number must be above 0")
 
+    def _refuse(self, key: str, needless: bool, why: str) -> None:
+        """Raise UserError where a field is not at its default, though `needless`."""
+        if needless and getattr(self, key) != getattr(type(self), key):
+            raise UserError(f"train.loss.{key} is {getattr(self, key)}, but {why}.")
+
     def _check_unused(self) -> None:
         """Raise UserError for a number that no loss of the recipe takes."""
-        taken = {self.kind, *self.also}
         for key in {key: None for loss in LOSSES.values() for key in loss.parameters}:
             owners = [loss.name for loss in LOSSES.values() if key in loss.parameters]
-            if taken.isdisjoint(owners) and getattr(self, key) != getattr(type(self), key):
-                raise UserError(
-                    f"train.loss.{key} is {getattr(self, key)}, but it belongs to {' and '.join(owners)}, and train.loss.kind is "
-                    f"{self.kind}: leave it out."
-                )
-        if self.depth_weights is not None and self.decay != type(self).decay:
-            raise UserError(
-                f"train.loss.decay is {self.decay}, but train.loss.depth_weights name the weight of every step: leave one of them out."
-            )
-        if self.top_k != type(self).top_k and not self.top_k_weight:
-            raise UserError(
-                f"train.loss.top_k is {self.top_k}, but train.loss.top_k_weight is 0: set that, or leave top_k out."
-            )
+            why = f"it belongs to {' and '.join(owners)}, and train.loss.kind is {self.kind}: leave it out"
+            self._refuse(key, {self.kind, *self.also}.isdisjoint(owners), why)
+        weighed = "train.loss.depth_weights name the weight of every step: leave one of them out"
+        self._refuse("decay", self.depth_weights is not None, weighed)
+        self._refuse("top_k", not self.top_k_weight, "train.loss.top_k_weight is 0: set that, or leave top_k out")
 
     def check_head(self, head: "DraftHead") -> None:
         """Raise UserError where the losses need what `head` does not have."""
         trains, heads = head.trains, f"{head.method} heads of this recipe"
         confident, tunes_target = ("confidence" in trains.outputs), ("tuned" in trains.outputs)
         self.check_steps(trains.steps)
-        if self.decay not in (type(self).decay, 1.0) and trains.steps == 1:
-            raise UserError(f"train.loss.decay is {self.decay}, but {heads} learn a single step: leave it out.")
+        self._refuse("decay", trains.steps == 1 and self.decay != 1, f"{heads} learn a single step: leave it out")
         terms = [
             *self.term_weights("feature" in trains.outputs, tunes_target),
             *self.also.values(),
@@ -121,16 +116,12 @@ class LossSpec:
                 "train.loss.confidence_weight is 0, which leaves the confidence untrained: set head.confidence_head to false, "
                 "or a weight."
             )
-        if self.confidence_weight and not confident:
-            raise UserError(
-                f"train.loss.confidence_weight is {self.confidence_weight}, but {heads} say no confidence: leave it out."
-            )
-        unusual = {"tuned_kind": self.tuned_kind != "kl", "tuned_weight": self.tuned_weight, "ramp": self.ramp}
-        if (key := next((key for key, named in unusual.items() if named), None)) and not tunes_target:
-            raise UserError(
-                f"train.loss.{key} is {getattr(self, key)}, but {head.method} heads leave the target as it is: leave it out, or "
-                "train medusa2."
-            )
+        # A weight of 0 asks for nothing that a head may lack.
+        silent = not confident and self.confidence_weight != 0
+        self._refuse("confidence_weight", silent, f"{heads} say no confidence: leave it out")
+        why = f"{head.method} heads leave the target as it is: leave it out, or train medusa2"
+        for key in ("tuned_kind", "tuned_weight", "ramp"):
+            self._refuse(key, not tunes_target and getattr(self, key) != 0, why)
 
     def term_weights(self, features: bool, tuned: bool = False) -> tuple[float, float]:
         """Return the weights of the loss of logits and of features, of a head that has `features` or has not, and tunes
@@ -138,11 +129,8 @@ class LossSpec:
 
         Raises UserError for a weight on features that are not there.
         """
-        if self.feature_weight and not features:
-            raise UserError(
-                f"train.loss.feature_weight is {self.feature_weight}, but no output of the head stands for a state of the target: "
-                "leave it out, or train EAGLE-1."
-            )
+        why = "no output of the head stands for a state of the target: leave it out, or train EAGLE-1"
+        self._refuse("feature_weight", not features and self.feature_weight != 0, why)
         feature_weight = float(features) if self.feature_weight is None else self.feature_weight
         usual = WEIGHT_WITH_FEATURES if feature_weight else WEIGHT_WITH_TUNED if tuned else 1.0
         return usual if self.weight is None else self.weight, feature_weight

@@ -2,12 +2,15 @@
 
 from functools import lru_cache
 from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation
+from tests.models import tiny_model
 
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
 _SPECIAL = (PAD, "<|im_start|>", EOS, "<s>", "</s>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|end|>")
@@ -98,6 +101,13 @@ def tiny_tokenizer(template: str | None = CHATML, *, eos: str = EOS) -> PreTrain
     )
     tokenizer.chat_template = template
     return tokenizer
+
+
+def save_target(folder: Path, **overrides: Any) -> None:
+    """Save a tiny Llama and the tokenizer, whose vocabulary it has. overrides: keys of its config."""
+    tokenizer = tiny_tokenizer()
+    tiny_model("llama", **{"vocab_size": len(tokenizer), **overrides}).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def talk(

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from draftsmith.target.target import Target
+
 KINDS = ("llama", "qwen3", "gemma3", "mistral", "mixtral")
 
 _COMMON: dict[str, Any] = {
@@ -101,6 +103,12 @@ def tiny_model(kind: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel
             if "norm" in name:  # all ones would hide a norm that is applied once too often
                 torch.nn.init.normal_(parameter, mean=1.0 if parameter.mean() > 0.5 else 0.0, std=0.1)
     return model.eval()
+
+
+def make_target(kind: str = "llama", dtype: torch.dtype = torch.float32, **overrides: Any) -> Target:
+    """A tiny model as a target."""
+    model = tiny_model(kind, **overrides)
+    return Target(model if dtype == model.dtype else model.to(dtype), path="tiny", fingerprint="0")
 
 
 def save_tiny_target(path: Path, kind: str, **kwargs: Any) -> str:

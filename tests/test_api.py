@@ -19,8 +19,7 @@ from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build
 from scripts.bench.pages.api import BLOCK, reference
-from tests.helpers import tiny_tokenizer
-from tests.models import tiny_model
+from tests.helpers import save_target
 
 pytestmark = pytest.mark.full
 
@@ -32,9 +31,7 @@ PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders that the page names: a target and an untrained head for it."""
     folder = tmp_path_factory.mktemp("api")
-    tokenizer = tiny_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08).save_pretrained(folder / "models/my-model")
-    tokenizer.save_pretrained(folder / "models/my-model")
+    save_target(folder / "models/my-model", initializer_range=0.08)
     target = draftsmith.load_target(folder / "models/my-model")
     torch.manual_seed(0)
     head = build(Eagle3Options(layer_ids=[2, 4, 5]), target, None)

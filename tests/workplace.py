@@ -6,16 +6,12 @@ from pathlib import Path
 
 import yaml
 
-from tests.helpers import tiny_tokenizer
-from tests.models import tiny_model
+from tests.helpers import save_target
 
 
 def make_workplace(folder: Path) -> Path:
     """Put a tiny target with a tokenizer, conversations in two slices, prompts, and a recipe for them into `folder`."""
-    tokenizer = tiny_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08)
-    model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    save_target(folder / "target", initializer_range=0.08)
     for name, count in (("chat", 40), ("code", 40)):
         rows = [
             {"id": f"{name}-{i}", "messages": [{"role": "user", "content": f"{name} question {i}: why {i * 7}?"}]}

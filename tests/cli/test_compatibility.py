@@ -21,7 +21,7 @@ from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.record import read_record
 from draftsmith.target.target import load_target
-from tests.helpers import tiny_tokenizer
+from tests.helpers import save_target, tiny_tokenizer
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
@@ -34,9 +34,7 @@ LINES = ("head", "sizes", "config", "embeddings", "lm_head", "weights", "tokeniz
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a head for it in a run and as an export, and `upgraded`: its last layer trained on, another template."""
     folder = tmp_path_factory.mktemp("fit")
-    tokenizer = tiny_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    save_target(folder / "target")
     target = load_target(str(folder / "target"))
     torch.manual_seed(0)
     head = eagle3.build(Eagle3Options([2, 4, 6]), target, None)

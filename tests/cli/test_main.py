@@ -15,8 +15,7 @@ from draftsmith.cli.main import main
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.recipe.options import Option, take_options, whole_number
 from draftsmith.recipe.schema import EvaluateSpec
-from tests.helpers import tiny_tokenizer
-from tests.models import tiny_model
+from tests.helpers import save_target
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,9 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    tokenizer = tiny_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_target(folder)
     return folder
 
 

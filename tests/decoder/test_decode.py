@@ -22,16 +22,12 @@ from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head, build
 from draftsmith.target.target import Target
-from tests.models import KINDS, tiny_model
+from tests.models import KINDS, make_target
 
 pytestmark = pytest.mark.full
 
 NEW_TOKENS = 24
 GREEDY = Sampling()
-
-
-def make_target(kind: str = "llama", **overrides: object) -> Target:
-    return Target(tiny_model(kind, **overrides), path="tiny", fingerprint="0")
 
 
 def known(target: Target, requests: list[Request], alpha: float) -> KnownAcceptance:

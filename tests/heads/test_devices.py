@@ -24,7 +24,7 @@ from draftsmith.target.target import Target
 from draftsmith.train.heldout import evaluate_heldout, make_heldout_batches
 from tests.far_device import far_device, move_module
 from tests.gpu.support import OPTIONS, make_data, make_texts
-from tests.models import tiny_model
+from tests.models import make_target, tiny_model
 
 pytestmark = pytest.mark.full
 
@@ -46,10 +46,6 @@ WAYS = [
 @pytest.fixture(autouse=True)
 def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-
-
-def make_target() -> Target:
-    return Target(tiny_model("llama"), path="tiny", fingerprint="0")
 
 
 def make_head(target: Target, method: str) -> DraftHead:

@@ -18,8 +18,7 @@ from draftsmith.target.gguf_file import model_folder
 from draftsmith.target.target import load_target
 from tests.exports import make_eagle3, make_medusa
 from tests.ggufs import tiny_llama, write_gguf
-from tests.helpers import tiny_tokenizer
-from tests.models import tiny_model
+from tests.helpers import save_target
 
 pytestmark = pytest.mark.full
 
@@ -155,9 +154,7 @@ def test_options_that_cannot_be(words: list[str], said: str, capsys: pytest.Capt
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with target/ and head/."""
     folder = tmp_path_factory.mktemp("trained")
-    tokenizer = tiny_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    save_target(folder / "target")
     target = load_target(str(folder / "target"))
     save_head(make_eagle3(target, None), folder / "head", target)
     return folder

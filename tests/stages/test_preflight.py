@@ -25,7 +25,7 @@ from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session, choose_device
 from draftsmith.stages.training import initial_head, train_inputs
 from draftsmith.target.target import Target
-from tests.helpers import tiny_tokenizer
+from tests.helpers import save_target, tiny_tokenizer
 from tests.models import tiny_model
 from tests.workplace import make_workplace
 
@@ -223,9 +223,7 @@ def test_rotary_frequencies_that_change_with_the_length_of_a_pass(
 def test_a_max_length_past_the_targets_positions_is_said(
     asked: int, said: bool, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer = tiny_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
+    save_target(tmp_path / "target", max_position_embeddings=128)
     words = (f"--target.path={tmp_path / 'target'}", f"--data.max_length={asked}")
     preflight(session_of(workplace, tmp_path, "eagle3", {}, *words), "train")
     told = (

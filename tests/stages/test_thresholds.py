@@ -16,8 +16,7 @@ from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.heads.export.export import export_head
 from draftsmith.target.target import load_target
-from tests.helpers import tiny_tokenizer
-from tests.models import tiny_model
+from tests.helpers import save_target
 
 pytestmark = pytest.mark.full
 
@@ -26,9 +25,7 @@ pytestmark = pytest.mark.full
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options that evaluate an untrained head on two slices of five prompts."""
     folder = tmp_path_factory.mktemp("gating")
-    tokenizer = tiny_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    save_target(folder / "target")
     target = load_target(str(folder / "target"))
     torch.manual_seed(0)
     save_head(eagle3.build(Eagle3Options([2, 4, 6]), target, None), folder / "head", target)

@@ -18,7 +18,7 @@ from draftsmith.heads.record import RECORD, read_record, write_record
 from draftsmith.target.identity import KINDS, TargetIdentity, compare, identify_directory, not_compared
 from draftsmith.target.target import load_target
 from tests.exports import make_eagle3, make_medusa, make_target
-from tests.helpers import tiny_tokenizer
+from tests.helpers import save_target, tiny_tokenizer
 from tests.models import tiny_model
 
 
@@ -26,9 +26,7 @@ from tests.models import tiny_model
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a tokenizer, its lm_head not tied."""
     folder = tmp_path_factory.mktemp("identity") / "target"
-    tokenizer = tiny_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_target(folder)
     return folder
 
 

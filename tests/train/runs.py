@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from draftsmith.cli.main import main
 from draftsmith.heads.registry import methods
 from draftsmith.train.checkpoints import latest_checkpoint
-from tests.helpers import tiny_tokenizer
-from tests.models import SMALL_HEADS, tiny_model
+from tests.helpers import save_target
+from tests.models import SMALL_HEADS
 
 ROOT = Path(__file__).resolve().parents[2]
 _CHANCE = {
@@ -88,9 +88,7 @@ def launch_two(script: list[str], environment: Mapping[str, str]) -> str:
 def make_run(folder: Path, method: str = "eagle3") -> TinyRun:
     """Make answers and hidden states, and train `folder`/one."""
     folder.mkdir(exist_ok=True)
-    tokenizer = tiny_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    save_target(folder / "target", initializer_range=0.08)
     rows = [{"messages": [{"role": "user", "content": f"question {i}?"}]} for i in range(40)]
     (folder / "talk.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     recipe = {

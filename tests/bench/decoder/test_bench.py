@@ -12,8 +12,7 @@ from draftsmith.heads.eagle3.head import build
 from draftsmith.machine import environment
 from draftsmith.target.target import load_target
 from scripts.bench.decoder.bench import main
-from tests.helpers import tiny_tokenizer
-from tests.models import tiny_model
+from tests.helpers import save_target
 from tests.workplace import make_workplace
 
 pytestmark = pytest.mark.slow
@@ -26,9 +25,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = load_target(str(folder / "target"))
     torch.manual_seed(0)
     save_head(build(Eagle3Options(layer_ids=[2, 4, 6]), target, None), folder / "head", target)
-    tokenizer = tiny_tokenizer()
-    tiny_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer)).save_pretrained(folder / "small")
-    tokenizer.save_pretrained(folder / "small")
+    save_target(folder / "small", num_hidden_layers=2)
     return folder
 
 

@@ -21,7 +21,7 @@ from draftsmith.heads.registry import methods
 from draftsmith.target.shape import shape_of
 from draftsmith.target.target import Target
 from tests.gpu.support import OPTIONS
-from tests.models import tiny_model
+from tests.models import make_target
 
 BUSH = StaticTree.of("bush", [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 SYSTEMS: dict[str, tuple[str, Any, dict[str, Any]]] = {
@@ -39,10 +39,6 @@ BASELINES = {
 }
 PROMPTS, ANSWER = (5, 9, 7), 12
 LONGEST = max(PROMPTS) + ANSWER
-
-
-def make_target(kind: str = "llama", dtype: torch.dtype = torch.float32, **overrides: Any) -> Target:
-    return Target(tiny_model(kind, **overrides).to(dtype), path="tiny", fingerprint="0")
 
 
 def make_system(target: Target, name: str) -> SystemUnderTest:

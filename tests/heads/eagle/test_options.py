@@ -25,17 +25,13 @@ from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.exports import make_peagle
 from tests.heads import llama_oracle as oracle
-from tests.models import tiny_model
+from tests.models import make_target
 
 pytestmark = pytest.mark.full
 
 LAYERS = (1, 3, 5)
 VOCAB = torch.arange(0, 160, 2)
 EMBEDDING = "embed_tokens.weight"
-
-
-def make_target(dtype: torch.dtype = torch.float32) -> Target:
-    return Target(tiny_model("llama").to(dtype), path="models/tiny", fingerprint="abc")
 
 
 def make_head(target: Target, **options) -> Eagle3Head:
@@ -83,7 +79,7 @@ def test_embeddings_are_trained_and_the_targets_are_not():
 
 @pytest.mark.parametrize("lr", [1e-2, 1e-6], ids=["much", "less than bf16 can hold"])
 def test_trained_embeddings_are_stored_however_little_they_changed(lr, tmp_path):
-    target = make_target(torch.bfloat16)
+    target = make_target(dtype=torch.bfloat16)
     head = make_head(target, train_embeddings=True)
     assert head.embed_tokens.weight.dtype == torch.float32
     with torch.no_grad():
@@ -109,7 +105,7 @@ def test_embeddings_that_never_changed_are_the_targets(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_warm_start_trains_a_copy_of_the_embeddings(dtype):
-    target = make_target(dtype)
+    target = make_target(dtype=dtype)
     before = target.embedding.clone()
     shared = make_head(target)
     options = adopt_options(Eagle3Options(train_embeddings=True), shared, target, "x")

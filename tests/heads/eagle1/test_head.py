@@ -23,17 +23,13 @@ from draftsmith.heads.registry import find_method
 from draftsmith.target.probe import check_target
 from draftsmith.target.target import Target, load_target
 from tests.batches import documents_of, pack
-from tests.models import tiny_model
+from tests.models import make_target
 
 pytestmark = pytest.mark.full
 
 FIXTURE = Path(__file__).resolve().parents[3].parent / "shared" / "fixtures" / "eagle_dynamic_tree"
 LAYER = "layers.0."
 STEPS = 4
-
-
-def make_target(kind: str = "llama", **overrides) -> Target:
-    return Target(tiny_model(kind, **overrides), path="models/tiny", fingerprint="abc")
 
 
 def make_head(

@@ -16,7 +16,7 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.heads.eagle1.test_head import LAYER, SlowEagle1, documents, make_head
-from tests.models import tiny_model
+from tests.models import make_target
 
 pytestmark = pytest.mark.full
 
@@ -25,7 +25,7 @@ PAPER = LossSpec(kind="soft_ce", decay=1.0)
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return Target(tiny_model("llama"), path="models/tiny", fingerprint="abc")
+    return make_target()
 
 
 class SlowTraining(SlowEagle1):

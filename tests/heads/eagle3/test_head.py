@@ -14,13 +14,9 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.exports import LLAMA3
-from tests.models import tiny_model
+from tests.models import make_target
 
 LAYERS = (1, 4, 6)
-
-
-def make_target(kind: str = "llama", **overrides) -> Target:
-    return Target(tiny_model(kind, **overrides), path="memory", fingerprint="none")
 
 
 def make_head(target: Target, seed: int = 0, **options) -> Eagle3Head:

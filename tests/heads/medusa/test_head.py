@@ -22,15 +22,11 @@ from draftsmith.heads.medusa.drafter import MedusaDrafter
 from draftsmith.heads.medusa.head import MedusaHead, build
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
-from tests.models import tiny_model
+from tests.models import make_target
 
 pytestmark = pytest.mark.full
 
 BUSH = StaticTree.of("bush", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0]])
-
-
-def make_target(**overrides: object) -> Target:
-    return Target(tiny_model("llama", **overrides), path="tiny", fingerprint="0")
 
 
 def requests(count: int, new_tokens: int = 24) -> list[Request]:

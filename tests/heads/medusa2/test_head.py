@@ -41,13 +41,9 @@ from draftsmith.target.target import Target, load_target
 from draftsmith.train.optimizers import build_optimizers
 from draftsmith.train.parallel import WrappedHead, run_pass
 from tests.batches import documents_of, pack
-from tests.models import tiny_model
+from tests.models import make_target, tiny_model
 
 pytestmark = pytest.mark.full
-
-
-def make_target(kind: str = "llama", **overrides: object) -> Target:
-    return Target(tiny_model(kind, **overrides), path="tiny", fingerprint="0")
 
 
 def changed(target: Target, options: Medusa2Options | None = None, size: float = 0.03) -> Medusa2Head:

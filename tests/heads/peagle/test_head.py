@@ -20,7 +20,7 @@ from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.heads import llama_oracle as oracle
-from tests.models import tiny_model
+from tests.models import make_target
 
 pytestmark = pytest.mark.full
 
@@ -36,10 +36,6 @@ SHAPES = {
         "num_hidden_layers": 2,
     },
 }
-
-
-def make_target(**overrides) -> Target:
-    return Target(tiny_model("llama", **overrides), path="models/tiny", fingerprint="abc")
 
 
 def make_head(target: Target, seed: int = 0, **options) -> PEagleHead:

@@ -38,7 +38,7 @@ def ttt_attention(
         q, k, v, own_k, own_v = (x.float() for x in inputs)
         return merged_attention(q, k, v, own_k, own_v, plan, scale).to(dtype)
     # Where no document has two tokens the kernel would choose another layout, and there is nothing to save.
-    if q_RHD.is_meta or (gpu_kernel_takes(q_RHD) and any(tokens > 1 for _, tokens in plan.spans)):
+    if q_RHD.device.type == "meta" or (gpu_kernel_takes(q_RHD) and any(tokens > 1 for _, tokens in plan.spans)):
         q, k, v, own_k, own_v = (x.to(dtype) for x in inputs)
         return merged_attention(q, k, v, own_k, own_v, plan, scale)
     return eager_ttt_attention(*inputs, plan, scale)

@@ -301,7 +301,7 @@ def test_the_clock_counts_reading_and_no_evaluation(
         def interrupted(*given):
             calls[0] += 1
             if calls[0] == 2:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGTERM)
             return set_lr(*given)
 
         monkeypatch.setattr(loop, "set_lr", interrupted)

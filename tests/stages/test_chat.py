@@ -312,6 +312,7 @@ def read_until(terminal: int, mark: str, seconds: float = 300) -> str:
 def test_a_session_in_a_terminal(workplace: Path) -> None:
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a background job of a shell has ignored
         environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
         environment |= {"TERM": "xterm-256color", "COLORTERM": "truecolor", "COLUMNS": "200"}
         how = words(workplace, "--evaluate.max_new_tokens", "200")

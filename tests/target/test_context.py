@@ -85,5 +85,5 @@ def test_a_head_keeps_to_the_frequencies_that_its_target_has_there(target: Targe
     assert head.config.rope_parameters["long_factor"] == [1.0] * 8
     assert head.reads.context_length is None
     head.config.rope_parameters = LONG | ORIGINAL
-    others = type(head)(head.options, head.config, (1, 3, 5), target.embedding, None)
+    others = type(head)(head.options, head.config, target, (1, 3, 5), None)
     assert others.reads.context_length == 32, "of a head that others trained"

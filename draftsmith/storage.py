@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from safetensors import SafetensorError
-
 from draftsmith.errors import UserError, one_line, why_not
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -36,6 +34,13 @@ def default_cache() -> Path:
     return Path(os.environ.get("DRAFTSMITH_CACHE") or "~/.cache/draftsmith").expanduser()
 
 
+def _safetensor_error() -> type[Exception]:
+    """Return what the library raises, which is imported late: `draftsmith doctor` works without it."""
+    from safetensors import SafetensorError
+
+    return SafetensorError
+
+
 @contextmanager
 def explain_os_error(path: Path, elsewhere: str = ELSEWHERE) -> Iterator[None]:
     """Raise UserError, one sentence that names `path`, where the system does not let it be written.
@@ -46,7 +51,7 @@ def explain_os_error(path: Path, elsewhere: str = ELSEWHERE) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, _safetensor_error()) as error:
         number = _number_of(error, path)
         if number in _NO_ROOM:
             full = f"{os.strerror(number)[:1].upper()}{os.strerror(number)[1:]}"

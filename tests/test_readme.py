@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,8 +31,24 @@ def test_tables_of_the_decoding_bench_are_those_of_committed_results() -> None:
         facts = json.loads((page.parent / name).with_suffix(".json").read_text(encoding="utf-8"))
         assert f"commit {facts['commit']}, " in table
         for row in facts["rows"]:
-            assert f"| {row['batch']} | {row['system']} | {row['tok_s']:.0f} | " in table
+            assert bench_row(row) in table
+            if profile := row["profile"]:
+                parts = ("target", "draft", "draft_other", "verify_other", "commit", "total")
+                cells = [row["batch"], row["system"], *(f"{profile[part]:.2f}" for part in parts)]
+                cells += [f"{profile['outside'] / profile['total']:.1%}"]
+                assert f"| {' | '.join(map(str, cells))} |" in table
         assert table.strip() == (page.parent / name).read_text(encoding="utf-8").strip()
+
+
+def bench_row(row: dict[str, Any]) -> str:
+    """The row of a table of docs/decoder.md that a system of a bench.json has."""
+    low, high = row["tok_s_spread"]
+    less, more = row["speedup_spread"]
+    cells = [row["batch"], row["system"], f"{row['tok_s']:.0f}", f"{low:.0f} to {high:.0f}", f"{row['speedup']:.2f}x"]
+    cells += [f"{less:.2f} to {more:.2f}"]
+    cells += ["" if row[key] is None else f"{row[key]:.2f}" for key in ("tau", "share_of_ideal")]
+    cells += ["" if row["equal"] is None else f"{row['equal']}/{row['texts']}"]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def test_readme_shows_a_table_of_results() -> None:

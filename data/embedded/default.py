@@ -47,5 +47,5 @@ def ensure_embedded() -> EmbeddedDefault:
 
 def _write_texts(folder: Path) -> None:
     with atomic_directory(folder, "DRAFTSMITH_CACHE") as unfinished:
-        for packed in _HERE.glob("*.jsonl.xz"):
-            (unfinished / packed.stem).write_bytes(lzma.decompress(packed.read_bytes()))
+        for name in ("conversations.jsonl", "prompts.jsonl"):
+            (unfinished / name).write_bytes(lzma.decompress((_HERE / f"{name}.xz").read_bytes()))

@@ -242,7 +242,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(
         "check this machine, or with --head and --target whether a head belongs to a target",
         _FIT,
-        "compatibility:diagnose",
+        "diagnosis:diagnose",
         takes_recipe=False,
     ),
 }

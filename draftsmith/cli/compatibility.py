@@ -1,11 +1,10 @@
-"""`draftsmith doctor`; with `--head H --target T`: does this head belong to this target? Neither is loaded as a model."""
+"""`draftsmith doctor --head H --target T`: does this head belong to this target? Neither is loaded as a model."""
 
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.cli.boundary import put
-from draftsmith.cli.doctor import Check, run_doctor, table
+from draftsmith.cli.doctor import Check, table
 from draftsmith.data.embedded.default import SHIPPED
 from draftsmith.errors import UserError, one_line
 from draftsmith.foreign.tensors import read_header
@@ -29,20 +28,6 @@ FIELDS = {"template": "chat_template", "eos": "eos_ids"}
 """Where the name in a record is not that of the line."""
 HARMLESS = ("eos",)
 """What is worth knowing, but changes neither acceptance nor texts on the way there."""
-
-
-def diagnose(own: Namespace, words: list[str]) -> int:
-    """Carry out `draftsmith doctor`: check this machine, or with --head and --target whether they belong together."""
-    if words:
-        raise UserError(f"doctor takes --head and --target, or no options to check this machine, but not {words[0]}.")
-    if own.head is None and own.target is None:
-        return run_doctor()
-    if own.head is None or own.target is None:
-        lost = "--target" if own.head else "--head"
-        raise UserError(
-            f"doctor compares a head with a target, but {lost} is missing: give --head FOLDER --target PATH."
-        )
-    return run_fit(own.head, own.target)
 
 
 def run_fit(head_folder: Path, target: str) -> int:

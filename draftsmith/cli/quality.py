@@ -33,7 +33,7 @@ from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError, one_line
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.foreign.code import foreign_code
-from draftsmith.machine import environment
+from draftsmith.machine import environment_json
 from draftsmith.progress import Bar
 from draftsmith.stages.drafters import at_temperature, load_heads, ways_to_draft
 from draftsmith.stages.planning import target_info
@@ -161,10 +161,9 @@ def measure_quality(session: Session, names: Sequence[str], limit: int | None, o
                 model, tasks=list(names), limit=limit, apply_chat_template=True, log_samples=False, task_manager=manager
             )
             scores += [{"temperature": temperature, "system": writer.name, **one} for one in _scores(scored)]
-    made = environment()
     settings = {"tasks": list(names), "limit": limit, "dtype": alone.dtype_name, "seed": session.recipe.seed}
     command = shlex.join(["draftsmith", *sys.argv[1:]])
-    facts = {"command": command, **made, "hardware": asdict(made["hardware"])}
+    facts = {"command": command, **environment_json()}
     about = {"target": asdict(target_info(alone, session.name_of(alone))), "settings": settings}
     write_json(output, {"schema_version": 1, **facts, **about, "scores": scores})
     Console().print(_table(scores))

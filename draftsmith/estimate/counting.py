@@ -116,8 +116,7 @@ class HeadCost:
                 output = head(batch, head.trains.steps)
             with _Mixed():
                 scored = head_loss(output, batch, target.head, head.draft_vocab, loss)
-                steps = output.steps if output.tuned is None else (*output.steps, output.tuned)
-                torch.autograd.grad(scored.loss_sum, [step.logits for step in steps], allow_unused=True)
+                torch.autograd.grad(scored.loss_sum, [step.logits for step in output.scored], allow_unused=True)
         copies = sum(copy.untyped_storage().nbytes() for _, copy in autocast.copies.values())
         return TextCost(meter.products, meter.attention, meter.most - copies)
 

@@ -238,12 +238,12 @@ def comment(estimate: Estimate) -> str:
     return "\n".join(f"#   {line}" for lines in wrapped for line in lines)
 
 
-def assume(recipe: Recipe, target: TargetShape, device: Device, gpus: int = 1) -> Assumptions:
+def assume(recipe: Recipe, target: TargetShape, device: Device) -> Assumptions:
     """Assume answers of half of answers.max_new_tokens after prompts of a quarter of data.max_length (less where the
     context is short), at 40% of the peak, or at the rates that are measured."""
     longest = _longest(recipe, target)
     answer = min(recipe.answers.max_new_tokens // 2, longest // 2)
-    return Assumptions(device, gpus, 0.4, longest // 4, answer)
+    return Assumptions(device, 1, 0.4, longest // 4, answer)
 
 
 def _longest(recipe: Recipe, target: TargetShape) -> int:

@@ -1,4 +1,4 @@
-"""Foreign safetensors files: their headers, checked by the library before a byte of any tensor is mapped or allocated."""
+"""Foreign safetensors files: their headers, which the library checks; no tensor is read."""
 
 import math
 from collections.abc import Iterable
@@ -46,6 +46,10 @@ def read_header(file: Path, remedy: str) -> list[TensorSpan]:
     with foreign_code(f"{file} is cut short or damaged", remedy), safe_open(file, "numpy") as opened:
         entries = [(name, opened.get_slice(name)) for name in opened.offset_keys()]
         tensors = [(name, entry.get_dtype(), tuple(entry.get_shape())) for name, entry in entries]
+    if odd := next((tensor for tensor in tensors if tensor[1] not in BITS), None):
+        raise UserError(
+            f"{file}: its tensor {odd[0][:80]!r} has the dtype {odd[1]}, which this draftsmith does not know: {remedy}."
+        )
     sizes = [math.prod(shape) * BITS[dtype] // 8 for _, dtype, shape in tensors]
     start, spans = file.stat().st_size - sum(sizes), []  # they fill the file up to its end
     for (name, dtype, shape), size in zip(tensors, sizes, strict=True):

@@ -168,7 +168,7 @@ def converse(chat: Chat) -> None:
         sys.stdin.reconfigure(errors="replace")
     typed = sys.stdin.isatty()
     if typed and sys.stdout.isatty():
-        with suppress(ImportError):  # which Python for Windows has not got
+        with suppress(ImportError):  # which some builds of Python lack
             import readline  # noqa: F401 - input() then edits lines and remembers them
     say(_COMMANDS)
     while True:

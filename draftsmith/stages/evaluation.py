@@ -16,7 +16,7 @@ from draftsmith.eval.engines.server import MeasuredServer
 from draftsmith.eval.engines.server_costs import TOKENS, measure_served
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.report.report import write_report
-from draftsmith.eval.results.result import Lossless, TargetInfo, read_result, write_result
+from draftsmith.eval.results.result import Lossless, Result, TargetInfo, read_result, write_result
 from draftsmith.eval.training.history import read_history
 from draftsmith.fields import fingerprint_fields
 from draftsmith.foreign.journal import Journal
@@ -159,9 +159,11 @@ def _evaluation(session: Session, target: Target, prompts: Prompts, drafters: li
 
 
 def _journal(result: Path) -> Journal:
-    """Return what is measured of a result so far; what was timed with another machine or other packages is timed again."""
+    """Return what is measured of a result so far; what was timed with another machine, other packages or for another version of
+    results is timed again."""
     machine = environment()
-    return Journal(result.with_name(_JOURNAL), fingerprint([asdict(machine["hardware"]), machine["versions"]]))
+    of = [Result.schema_version, asdict(machine["hardware"]), machine["versions"]]
+    return Journal(result.with_name(_JOURNAL), fingerprint(of))
 
 
 def _inputs(session: Session, stage: str, drafters: list[SystemUnderTest], prompts: Prompts) -> dict[str, Any]:

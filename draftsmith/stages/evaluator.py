@@ -37,10 +37,10 @@ from draftsmith.eval.results.result import (
     Result,
     Settings,
     TargetInfo,
-    environment,
 )
 from draftsmith.eval.simulate.answers import SIMULATED_BATCH, answer_alone
 from draftsmith.foreign.journal import Journal
+from draftsmith.machine import environment
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import at_temperature

@@ -264,7 +264,10 @@ def _check_size(session: Session) -> None:
     """Raise UserError if a new head's weights alone take more memory than there is. A head that cannot be built without values is not
     counted."""
     recipe, target = session.recipe, session.target
-    cost = HeadCost(recipe.method, recipe.head, shape_of_model(target.model, target.dtype.itemsize), target.path)
+    try:
+        cost = HeadCost(recipe.method, recipe.head, shape_of_model(target.model, target.dtype.itemsize), target.path)
+    except UserError:
+        return  # building it, which comes next, says what is wrong, unless only the shapes were too little for it
     needed, there = 0 if cost.guessed else 4 * cost.parameters, memory_of(session.device)
     if needed > there:
         device = "this machine" if session.device == "cpu" else f"the GPU {session.device}"

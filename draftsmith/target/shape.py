@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
 from draftsmith.target.target import context_of
 
 
 @dataclass(frozen=True)
 class TargetShape:
-    """The dimensions of a target that cost formulas need.
+    """The dimensions of a target that decide what it costs.
 
     parameters: all of them. lookup: those that are only looked up (an input embedding that is not the output
     projection too). experts: those inside experts, of which a token uses the share expert_share. windows: per layer,
@@ -28,7 +27,6 @@ class TargetShape:
     heads: int
     groups: int
     head_dim: int
-    intermediate: int | None
     vocab: int
     parameters: int
     lookup: int
@@ -53,13 +51,6 @@ class TargetShape:
     def active(self) -> float:
         """Parameters that one token is multiplied with: all but the lookup and the experts that it does not visit."""
         return self.parameters - self.lookup - self.experts * (1 - self.expert_share)
-
-    @property
-    def feed_forward(self) -> int:
-        """Width of the feed-forward layers. Raises UserError for a target whose config names none, or one for each layer."""
-        if self.intermediate is None:
-            raise UserError("The target names no intermediate_size: set head.intermediate_size.")
-        return self.intermediate
 
     @property
     def kv_bytes(self) -> int:
@@ -114,7 +105,6 @@ def shape_of_model(model: Any, itemsize: int) -> TargetShape:
         heads=heads,
         groups=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        intermediate=width if isinstance(width := getattr(text, "intermediate_size", None), int) else None,
         vocab=output.shape[0],
         parameters=sum(counts.values()),
         lookup=0 if output is embedding else embedding.numel(),

@@ -273,10 +273,10 @@ def measure_pick(
         [[d for d in r if d.generations[0].request.sample_id in among] for r in timings[name]]
         for name in (system.name, "")
     )
-    collected = collect_texts(target, system, {**timings, system.name: repeats}, sampling)
-    names = {t.generation.request.sample_id for t in collected.texts}
+    texts = count_texts(system.verified_by(target), system, _distinct(repeats, sampling), sampling, k).texts
+    names = {t.generation.request.sample_id for t in texts}
     ratios = [speed / base for speed, base in _paired_speeds(repeats, alone)]
-    tau = total((t.simulated[k - 1] for t in collected.texts if t.simulated), k).tau
+    tau = total((t.simulated[k - 1] for t in texts if t.simulated), k).tau
     return Pick(drafter, k, len(names), tau, _median(ratios), _spread(ratios))
 
 

@@ -17,6 +17,7 @@ from draftsmith.eval.planner.verdict import Action, Verdict, decide
 from draftsmith.eval.results.result import Result
 from draftsmith.foreign.typed import read_dataclass
 from draftsmith.heads.formats.engines import Again
+from draftsmith.machine import Hardware
 from draftsmith.storage import write_json
 from draftsmith.target.pretrained import DTYPES
 
@@ -103,7 +104,11 @@ def make_decision(
     here = table.hardware == first.hardware
     checks = tuple(make_checks(plan))
     verdict = decide(
-        plan, checks=checks, doubts=doubts_of(results, far=False) if here else (), rising=rising, heldout=heldout
+        plan,
+        checks=checks,
+        doubts=doubts_of(results, flaws_on=table.hardware) if here else (),
+        rising=rising,
+        heldout=heldout,
     )
     if verdict is None:
         return None
@@ -143,15 +148,15 @@ def _instead_of_a_tree(plan: Plan, chain: Option | None) -> str:
     )
 
 
-def doubts_of(results: Sequence[Result], *, far: bool = True) -> list[str]:
-    """Return why the times of results should not be quoted, each with its temperature where there are several. far: with those by which
-    nothing can be decided, which are flaws of a decision."""
+def doubts_of(results: Sequence[Result], *, flaws_on: Hardware | None = None) -> list[str]:
+    """Return why the times of results should not be quoted, each with its temperature where there are several. flaws_on: the machine
+    of a decision, whose flaws (`find_flaws`) are those of its results by which nothing can be decided."""
     several = len(results) > 1
     return [
         f"at T={result.settings.temperature:g} {text}" if several else text
         for result in results
         for text, is_far in result.faults
-        if far or not is_far
+        if not (is_far and result.hardware == flaws_on)
     ]
 
 

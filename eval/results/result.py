@@ -19,7 +19,6 @@ from draftsmith.eval.results.reading import check_figures, read_current
 from draftsmith.foreign.json import read_json
 from draftsmith.machine import Clocks
 from draftsmith.machine import Hardware as Hardware
-from draftsmith.machine import environment as environment
 from draftsmith.storage import write_json
 
 WARNING = "warning"

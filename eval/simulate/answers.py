@@ -64,7 +64,11 @@ def answer_in_parts(
 
 def pack_decoded(decoded: Decoded) -> dict[str, Any]:
     """Return what was decoded as JSON, without the requests."""
-    generations = [without_request(g) | {"rounds": [asdict(r) for r in g.rounds]} for g in decoded.generations]
+    generations = [
+        {name: value for name, value in vars(g).items() if name != "request"}
+        | {"rounds": [asdict(r) for r in g.rounds]}
+        for g in decoded.generations
+    ]
     return {**vars(decoded), "generations": generations, "seconds": dict(decoded.seconds)}
 
 
@@ -75,8 +79,3 @@ def unpack_decoded(value: dict[str, Any], requests: Sequence[Request]) -> Decode
         for request, g in zip(requests, value["generations"], strict=True)
     ]
     return Decoded(**{**value, "generations": generations})
-
-
-def without_request(answer: Any) -> dict[str, Any]:
-    """Return the other fields of an answer."""
-    return {name: value for name, value in vars(answer).items() if name != "request"}

@@ -135,8 +135,7 @@ def _rank_shares(ranks_RD: np.ndarray, weight_R: np.ndarray, most: int) -> np.nd
 
 def _chances(ranks_R: np.ndarray, weight_R: np.ndarray, overall_M: np.ndarray) -> np.ndarray:
     """Return the chance of each rank after a path, from the roots that follow it."""
-    # Where no root follows the path and no prior speaks for it, its children gain nothing.
-    total = max(float(weight_R.sum()) + PRIOR, 1e-9)
+    total = float(weight_R.sum()) + PRIOR
     return (_counts(ranks_R, weight_R, len(overall_M)) + PRIOR * overall_M) / total
 
 

@@ -67,6 +67,8 @@ def _tensors(biased: str) -> tuple[TensorRow, ...]:
     )
 
 
+_ACTIVATION = {"hidden_act": attrgetter("head.config.hidden_act")}  # which the rules of both engines ask for
+
 # vLLM makes EagleLlamaForCausalLM of the architecture, has no place for lm_head.weight (it raises) and shares the
 # target's embeddings where the file holds none or the same. Neither engine may find the keys `bias` (biases of the
 # attention), draft_vocab_size (EAGLE-3's) and, in SGLang, hot_vocab_size.
@@ -76,6 +78,7 @@ EAGLE1 = Eagle1Schema(
     keys={
         "architectures": ["LlamaForCausalLM"],  # vLLM puts Eagle in front of it
         **LLAMA_KEYS,
+        **_ACTIVATION,
         # attention_bias would add a bias to the output projection, too.
         "qkv_bias": attrgetter("head.options.qkv_bias"),
         "logit_scale": lambda export: float(export.target.head.scale),  # of the drafts' logits, as of the target's own
@@ -93,6 +96,7 @@ EAGLE1_SGLANG = SglangSchema(
     keys={
         "architectures": ["LlamaForCausalLMEagle"],
         **LLAMA_KEYS,
+        **_ACTIVATION,
         "attention_bias": attrgetter("head.options.qkv_bias"),
     },
 )

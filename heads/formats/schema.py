@@ -27,7 +27,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Config = Mapping[str, Any]
 ABSENT = object()
 """What a function among the keys of a schema returns for a key that is left out."""
-NO_SIZES: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ class Schema:
         Tensors that no row names keep the head's names, so that `check` can name them.
 
         Raises:
-            UserError: The caller left something open that the configuration says.
+            UserError: The caller left something open that the configuration says, or the head has a layer that no engine computes.
         """
         config = _values(self.keys, export)
         sizes, tensors = self.sizes(export, config), {}
@@ -144,7 +143,8 @@ class Schema:
         """Hold the tensors against the rows.
 
         Raises:
-            UserError: A tensor is missing, no row names it, or it has another shape or dtype than its row says.
+            UserError: A tensor is missing, no row names it, or it has another shape or dtype than its row says. That tensors are
+                there for all numbers of a row is left to the reading that follows every export.
         """
         there = set()
         for name, value in files.tensors.items():
@@ -181,13 +181,13 @@ class Schema:
 
 
 def _find(
-    rows: tuple[TensorRow, ...], name: str, sizes: Mapping[str, int] = NO_SIZES, *, ours: bool = False
+    rows: tuple[TensorRow, ...], name: str, sizes: Mapping[str, int] | None = None, *, ours: bool = False
 ) -> tuple[TensorRow | None, dict[str, int]]:
     """Return the first row of that name and the numbers in it. sizes: what numbers that are symbols must be."""
     for row in rows:
         if match := _pattern((ours and row.ours) or row.name).fullmatch(name):
             numbers = {symbol: int(number) for symbol, number in match.groupdict().items()}
-            if all(sizes.get(symbol, number) == number for symbol, number in numbers.items()):
+            if all((sizes or {}).get(symbol, number) == number for symbol, number in numbers.items()):
                 return row, numbers
     return None, {}
 
@@ -244,9 +244,20 @@ def _rope_scaling(export: Export) -> Any:
     return {k: v for k, v in rope.items() if k != "rope_theta"} if rope["rope_type"] != "default" else ABSENT
 
 
+def _activation(export: Export) -> str:
+    """The activation of a draft's layer: engines compute no other than SiLU, whatever config.json says."""
+    if (name := export.head.config.hidden_act) != "silu":
+        raise UserError(
+            f"The head cannot be exported: its layers have the activation {name!r}, and engines compute drafts with SiLU; measure it "
+            "with draftsmith evaluate."
+        )
+    return name
+
+
 LLAMA_KEYS: dict[str, Any] = {
     "model_type": "llama",
     **{name: attrgetter(f"head.config.{name}") for name in LAYER_KEYS},  # head_dim too: H // N is not always right
+    "hidden_act": _activation,
     "num_hidden_layers": 1,
     # The base that engines read outside rope_parameters.
     "rope_theta": lambda export: float(export.head.config.rope_parameters["rope_theta"]),

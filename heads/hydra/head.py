@@ -10,9 +10,9 @@ x_{t+1} that the target itself gives. Head i reads [y_t, e(x_{t+1}), e(x_{t+2}),
 input embedding, and predicts x_{t+2+i}: in training these tokens are the text's, in drafting the root and the draft so far.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -155,8 +155,14 @@ class HydraHead(ScaledHead):
     needs_layers = False
 
     def __init__(
-        self, options: HydraOptions, config: LlamaConfig | None, target: Target, *_whole_vocabulary: Any
+        self,
+        options: HydraOptions,
+        config: LlamaConfig | None,
+        target: Target,
+        layer_ids: Sequence[int] = (),
+        draft_vocab: None = None,
     ) -> None:
+        assert draft_vocab is None, "these heads draft from all tokens"
         super().__init__(target_head=target.head)
         V, H = target.head.weight.shape
         self.options, self.config = options, config

@@ -14,7 +14,7 @@ there are depths.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any, ClassVar, Self
 
@@ -51,8 +51,8 @@ class PEagleHead(FusedHead):
     @classmethod
     def load(cls, spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Self:
         """As `FusedHead.load`. Raises UserError for a mask token that the target lacks."""
-        with_mask_token(PEagleOptions(**spec["options"]), target)
-        return super().load(spec, target, draft_vocab)
+        options = with_mask_token(PEagleOptions(**spec["options"]), target)
+        return super().load({**spec, "options": asdict(options)}, target, draft_vocab)
 
     def __init__(self, options: PEagleOptions, *others: Any) -> None:
         """others: as of `FusedHead`."""

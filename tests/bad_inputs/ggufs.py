@@ -91,7 +91,9 @@ _ROPE = (np.linspace(1, 9, 8, dtype=np.float32), Kind.F32)
 _INFO = _text("output_norm.weight") + _number(1, 4) + _number(64) + _number(0, 4)
 _EMBEDDING = _text("token_embd.weight") + _number(2, 4) + _number(64)
 CASES = (
-    *damaged(FILE, without="missing list null word deep long-integer half-surrogate"),
+    *damaged(FILE, without="missing list null word deep long-integer half-surrogate empty"),
+    Case("empty", write(FILE, b""), (FILE, "no GGUF file")),
+    Case("magic-alone", write(FILE, b"GGUF"), ("cut short",)),
     Case("magic", write(FILE, b"PK\3\4" + bytes(500)), ("no GGUF file",)),
     *(Case(f"cut-{share}", cut(FILE, share), ("cut short",)) for share in (0.001, 0.05, 0.3, 0.999)),
     Case("part-by-name", rename("t-00001-of-00003.gguf"), ("split", "--merge")),

@@ -142,8 +142,10 @@ _TENSORS = (
     fused("of-another-size", lambda weight: weight[:, :-1].clone()),
     Case("tensor-surplus", edit_tensors(WEIGHTS, lambda held: held.update(surplus=torch.zeros(2))), ("surplus",)),
 )
+_OF_JSON = "list null deep long-integer half-surrogate"
 _FILES = (
-    *damaged(WEIGHTS, "", name="weights", without="list null deep long-integer half-surrogate device loop"),
+    *damaged(WEIGHTS, "", name="weights", without=f"{_OF_JSON} device loop empty word cut binary"),
+    *damaged(WEIGHTS, name="weights", without=f"{_OF_JSON} device loop missing folder dangling pipe"),
     Case("weights-longer", lambda folder: (folder / WEIGHTS).open("ab").write(b"1"), (WEIGHTS,)),
     Case("pickle-of-code", _pickle),
     Case("pickle-of-torch", _torch_pickle),

@@ -124,13 +124,15 @@ _CONFIGS = (
     config("quantization-text", quantization_config="int4"),
     *damaged(CONFIG, name="config"),
 )
+_OF_JSON = "list null deep long-integer half-surrogate"
 _HEADERS = (
     Case("header-dtype", edit_header(WEIGHTS, lambda h: h[FIRST].update(dtype="F13")), (WEIGHTS, "F13")),
     Case("header-shape", edit_header(WEIGHTS, lambda h: h[FIRST].update(shape=[2**62, 2**62])), (WEIGHTS,)),
     Case("header-overlap", edit_header(WEIGHTS, _swap_offsets), (WEIGHTS,)),
     Case("header-length", write(WEIGHTS, b"\xff" * 64), (WEIGHTS,)),
     Case("header-deep", write(WEIGHTS, (200_000).to_bytes(8, "little") + nested(100_000).encode()), (WEIGHTS,)),
-    *damaged(WEIGHTS, "", name="weights", without="list null deep long-integer half-surrogate cut missing"),
+    *damaged(WEIGHTS, "", name="weights", without=f"{_OF_JSON} cut missing empty word binary"),
+    *damaged(WEIGHTS, name="weights", without=f"{_OF_JSON} cut missing folder dangling loop pipe device"),
     Case("weights-cut", cut(WEIGHTS, 0.9), (WEIGHTS, "cut short")),
     Case("weights-missing", remove(WEIGHTS), ("no weights",)),
     Case(

@@ -214,3 +214,23 @@ def test_offline_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert next(doctor.check_hub()).state == "ok"
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
     assert next(doctor.check_hub()).found == "offline (TRANSFORMERS_OFFLINE)"
+
+
+@pytest.mark.full
+def test_the_command_goes_on_where_no_library_can_be_imported() -> None:
+    """An installed package has no scripts/doctor.py."""
+    program = (
+        "import sys\n"
+        "class Broken:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('torch', 'transformers', 'safetensors'):\n"
+        "            raise ImportError(f'no {name} here')\n"
+        "sys.meta_path.insert(0, Broken())\n"
+        "from draftsmith.cli.main import main\n"
+        "sys.exit(main(['doctor']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "checks need a fix." in done.stdout
+    assert "no torch here" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr

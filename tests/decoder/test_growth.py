@@ -19,7 +19,7 @@ from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.target.target import load_target
 
-FIXTURE = Path(__file__).resolve().parents[3].parent / "shared" / "fixtures" / "eagle_dynamic_tree"
+FIXTURE = Path(__file__).resolve().parents[2].parent / "shared" / "fixtures" / "eagle_dynamic_tree"
 
 
 @pytest.mark.full

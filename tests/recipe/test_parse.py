@@ -67,7 +67,7 @@ def test_yaml_values_and_overrides_reach_their_keys(tmp_path: Path) -> None:
         ("target: embedded\n", "target is 'embedded', but it is a section"),
         (
             "evaluate:\n  drafts: [{tre: chain}]\n",
-            r"drafts has no key tre \(did you mean tree\?\): its keys are tree, ",
+            r"evaluate\.drafts has no key tre \(did you mean tree\?\): its keys are tree, ",
         ),
         (
             "evaluate:\n  baselines: [{kin: x}]\n",

@@ -91,7 +91,9 @@ def plan(name: str) -> Estimate:
     recipe = load(name)
     assert recipe.data.limit is not None
     target = shape(model_of(name))
-    return make_estimate(recipe, target, recipe.data.limit, assume(recipe, target, find_device("h100"), gpus=8))
+    return make_estimate(
+        recipe, target, recipe.data.limit, replace(assume(recipe, target, find_device("h100")), gpus=8)
+    )
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,7 @@ def test_the_last_answer_of_a_talk_is_answered_anew() -> None:
     ("words", "message"),
     [
         (["--nodes", "0"], "--nodes is '0': give the number of drafted tokens, from 1 to 1023, or auto"),
+        (["--nodes", "1024"], "--nodes is '1024'"),
         (["--redo", "train"], "search-tree makes no stage of a recipe: leave --redo out"),
         (["--nodes", "127"], "--nodes is 127: the target's context of 256 has room for 126"),
         (["--temperature", "-1"], "--temperature is '-1'"),

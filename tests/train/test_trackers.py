@@ -93,6 +93,8 @@ def read_wandb_file(path: Path) -> Found:
             at += left
             continue
         length, kind = struct.unpack("<HB", data[at + 4 : at + 7])
+        if at + 7 + length > len(data):
+            break  # W&B is writing it
         part += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):

@@ -269,7 +269,7 @@ def install_wheels(wheels: Path | None, packages: Path) -> Path:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
         command += ["--find-links", str(wheels)] if wheels else []
         done = subprocess.run(
-            [*command, "--target", str(packages), *needed], capture_output=True, text=True, check=False
+            [*command, "--upgrade", "--target", str(packages), *needed], capture_output=True, text=True, check=False
         )
         if done.returncode:
             raise UserError(

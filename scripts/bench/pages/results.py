@@ -15,6 +15,8 @@ def add_fields() -> None:
     nulls = dict.fromkeys(field.name for field in fields(Measures))
     for path in RESULTS.rglob("result.json"):
         value = json.loads(path.read_text(encoding="utf-8"))
+        if value["schema_version"] not in (Result.schema_version - 1, Result.schema_version):
+            raise SystemExit(f"{path} has the version {value['schema_version']}: evaluate again")
         for drafter in value["drafters"].values():
             drafter["overall"] = nulls | drafter["overall"]
             drafter["slices"] = {name: nulls | measures for name, measures in drafter["slices"].items()}

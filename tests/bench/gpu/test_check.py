@@ -148,7 +148,7 @@ def test_stages_are_counted(tmp_path):
 
 def test_tests_that_are_cut_off_keep_what_they_found(tmp_path):
     (tmp_path / "test_few.py").write_text(
-        "import os, pytest, signal\n"
+        "import os, pytest, signal, time\n"
         "def test_good(): pass\n"
         "@pytest.mark.parametrize('x', ['a b', 'PASSED'])\n"
         "def test_bad(x): assert 0\n"
@@ -157,7 +157,9 @@ def test_tests_that_are_cut_off_keep_what_they_found(tmp_path):
         "@pytest.fixture\n"
         "def spoiled():\n    yield\n    assert 0\n"
         "def test_end(spoiled): pass\n"
-        "def test_last(): os.kill(os.getppid(), signal.SIGKILL)\n"
+        "def test_last():\n"
+        "    while 'ERROR' not in open('log').read(): time.sleep(0.01)\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
     )
     options = ["-v", "-n", "1", "-p", "no:cacheprovider", "test_few.py"]
     log = tmp_path / "log"

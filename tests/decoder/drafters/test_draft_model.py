@@ -127,6 +127,22 @@ def test_the_simulation_is_what_was_decoded_at_temperature_0(vocab_size: int) ->
     assert decoded.accepted_K[-1] > 0
 
 
+@pytest.mark.parametrize("greedy_drafts", [False, True])
+@pytest.mark.parametrize("sampling", [Sampling(0.8, top_k=20), Sampling(1.0, repetition_penalty=1.3)], ids=str)
+def test_the_simulation_predicts_sampled_decoding(sampling: Sampling, greedy_drafts: bool) -> None:
+    target, draft = make_target(), make_draft(V - 16)
+    asked = [replace(r, key=r.key + n) for n in range(6) for r in requests()]
+    drafter = DraftModel(draft, 3, V, greedy_drafts=greedy_drafts)
+    found = decode_batch(target, drafter, asked, sampling).generations
+    simulation = draft_model_simulator(draft, greedy_drafts=greedy_drafts)(target, found, sampling, 3)
+    errors = [tally_generation(g, 3).rounds - t[2].rounds for g, t in zip(found, simulation.tallies, strict=True)]
+    if greedy_drafts:
+        # Given the text, an argmax draft was accepted or not: nothing is left to chance.
+        assert errors == pytest.approx([0] * len(errors), abs=1e-9)
+    else:
+        assert 0 < abs(sum(errors)) < 3 * sum(e * e for e in errors) ** 0.5
+
+
 def test_texts_beyond_the_draft_models_context_are_refused() -> None:
     short = Target(tiny_model("llama", max_position_embeddings=40), path="short", fingerprint="2")
     asked = [replace(requests()[0], max_new_tokens=n) for n in (31, 32)]

@@ -97,6 +97,19 @@ def test_what_does_not_fit_the_schema_is_one_sentence(case: str) -> None:
         layouts()[layout].schema.check(files)
 
 
+@pytest.mark.parametrize(
+    "layout", [name for name in layouts() if "hidden_act" in (GOLDEN / f"{name}.json").read_text("utf-8")]
+)
+def test_an_activation_that_engines_do_not_compute_is_refused(layout: str) -> None:
+    """A published head may have it: it is read, drafts and is measured, but every engine would run it with SiLU in silence."""
+    target = make_target()
+    head = PLAIN[layouts()[layout].method](target)
+    convert_head(head, target, layout=layout, num_speculative_tokens=4)
+    head.config.hidden_act = "gelu"
+    with pytest.raises(UserError, match="activation"):
+        convert_head(head, target, layout=layout, num_speculative_tokens=4)
+
+
 def test_layouts_belong_to_one_method():
     named = [layout.name for method in methods().values() for layout in method.layouts]
     assert len(named) == len(set(named))

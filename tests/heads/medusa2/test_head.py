@@ -14,7 +14,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.answers import Request, total
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
-from draftsmith.decoder.sampling import Sampling, probs
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.turns import run_systems
@@ -256,11 +256,6 @@ def test_what_is_deployed_is_lossless_to_the_tuned_target_and_compared_with_the_
     assert change["perplexity"] > change["perplexity_baseline"] > 1, "greedy texts are the original's likeliest"
     assert 0 < change["agreement"] < 1
     assert change["kl"] > 0
-
-
-def probs_of(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    likeliest = (torch.arange(len(logits)) == logits.argmax()).float()
-    return likeliest if sampling.greedy else probs(logits[None], sampling)[0]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.0, repetition_penalty=1.3)])

@@ -19,13 +19,12 @@ from draftsmith.eval.results.result import (
     DrafterResult,
     Measures,
     Result,
-    environment,
     from_json,
     read_result,
     to_json,
     write_result,
 )
-from draftsmith.machine import Clocks, git_commit
+from draftsmith.machine import Clocks, environment, git_commit
 
 
 def sample(kind: Any) -> Any:

@@ -157,7 +157,7 @@ class Trains:
     `tuned` where training tunes the target too."""
     no_muon: tuple[str, ...] = ()
     """Parts of names of matrices that AdamW trains where the optimizer is Muon, besides embeddings and output
-    projections: those that are no full weight matrices within the head, such as low-rank factors."""
+    projections: those that are no full weight matrices within the head, such as low-rank factors and depthwise kernels."""
     measured_on_target: tuple[str, ...] = ()
     """Attributes that `build` measures on the target and no tensor holds: a resumed training takes the saved values."""
 
@@ -165,8 +165,8 @@ class Trains:
 class DraftHead(nn.Module, ABC):
     """A trainable drafter for one frozen target.
 
-    A subclass implements `forward`; every other method has a default. Those of `describe` and `load` are for a constructor
-    (options, config, target, layer_ids, draft_vocab) that keeps the first two as attributes. eval/conformance/suite.py checks
+    A subclass implements `forward`; every other method has a default. Those of `describe` and `load` work where
+    `__init__` takes (options, config, target, layer_ids, draft_vocab) and sets self.options and self.config. eval/conformance/suite.py checks
     the promises below, which a head keeps with its method's drafter.
 
     Attributes:

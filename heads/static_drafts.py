@@ -35,7 +35,7 @@ def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, gree
 def draft_tree(state: DecodeState, logits_BKW: Tensor, head: DraftHead, whole: StaticTree, *, drawn: bool) -> Draft:
     """Return a static tree, no deeper than K, of each depth's most likely tokens.
 
-    whole: the tree before it is cut to this round's depth; random numbers belong to its nodes. drawn: each node's children are drawn
+    whole: the uncut tree; each node's random number goes by its place there, so cutting changes no draw. drawn: each node's children are drawn
     from the depth's distribution instead, without replacement.
     """
     tree = whole.cut(logits_BKW.shape[1])
@@ -101,7 +101,7 @@ def grow_tree(
 
 
 class HeadDrafter(StatelessDrafter):
-    """The base of drafters of chains and trees.
+    """The base of drafters of chains and trees. One that keeps something between rounds overrides `start`, `admit` and `select`.
 
     Args:
         head: the head that drafts.

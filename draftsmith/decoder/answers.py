@@ -113,7 +113,7 @@ class Generation:
 class Decoded:
     """The answers of one batch and the seconds spent: `ttft` (prefill and first token), then draft, verify, commit and
     other, which add up to the decode time. passes: target passes over drafts, each for all rows. peak_bytes: on a GPU. early:
-    tokens beyond each answer's first that came within `ttft`."""
+    tokens beyond each answer's first that came within `ttft`. What else is counted per batch is a field here."""
 
     generations: list[Generation]
     seconds: dict[str, float]

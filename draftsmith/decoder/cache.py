@@ -235,8 +235,8 @@ class KVCache(Cache):
     def commit(self, draft: Draft, path_BD: Tensor, kept_B: Tensor) -> None:
         """Commit the nodes of `path_BD` (-1 pads), moved together behind the cached tokens; the others are dropped.
 
-        kept_B: number of nodes of each path; 0 for rows that commit nothing. Nothing here waits for the device, so nothing here
-        may read a number of it; tokens past an answer's end are rolled back by the loop.
+        kept_B: number of nodes of each path; 0 for rows that commit nothing. Everything stays on the device: do not call `int` or
+        `tolist` on these tensors. Tokens past an answer's end are rolled back by the loop.
         """
         if not draft.is_chain:  # the accepted nodes of a chain are in place already
             base_B1 = self._lengths_B[:, None]

@@ -28,8 +28,8 @@ class Draft:
         parents_BN: index of each node's parent, -1 for the root; parents come before their children.
         count_B: valid nodes per row, the root included; nodes from there on are padding.
         draft_probs_BMW: entry i is the distribution that the children of node i were drawn from, one after the other and
-            without replacement; nodes from M on have no children. None where tokens were chosen deterministically. A child
-            drawn when no mass was left is never accepted.
+            without replacement; nodes from M on have no children. None where tokens were chosen deterministically. Once
+            the distribution is used up, further children are fillers with q = 0, which are never accepted.
         vocab_W: the target ids of a distribution's columns, None if they are the same.
         tree: the static tree that all rows have, if they have one; it saves computing the shape in every round.
         linear: whether all rows are chains, None if not known; it saves the same.
@@ -252,8 +252,8 @@ class Drafter(Protocol):
         """
 
     def admit(self, prompts: Prompts) -> None:
-        """Read new prompts into their rows, whose former content is forgotten. The last of `prompts.new_tokens` comes
-        again as the only new token of the rows' next proposal."""
+        """Read new prompts into their rows, whose former content is forgotten. The next `propose` hands over a prompt's last
+        token once more, alone: do not keep it here."""
 
     def propose(self, state: DecodeState) -> Draft:
         """Read the new tokens, then return a draft whose root is `state.root_B`."""

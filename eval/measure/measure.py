@@ -182,10 +182,10 @@ def _acceptance(
     expected = [(t.generation, t.simulated[k - 1]) for t in texts if t.simulated]
     # Where nothing is decoded, or simulated, an empty tally gives nulls.
     decoded, simulated = (total((tally for _, tally in of), k) for of in (counted, expected))
-    drafts, first = _pairs(prompts, simulated=False), decoded if counted else simulated
+    drafts, shown = _pairs(prompts, simulated=False), decoded if counted else simulated
     return {
         "prompts": len(prompts),
-        "tokens": int(first.tokens),
+        "tokens": int(shown.tokens),
         "rounds": int(decoded.rounds) if counted else None,
         "tau": decoded.tau,
         "tau_mean_over_prompts": mean_tau(drafts),
@@ -193,7 +193,7 @@ def _acceptance(
         "tau_simulated": simulated.tau,
         "tau_simulated_interval": bootstrap_tau(_pairs(prompts, simulated=True)),
         "tau_difference_se": sampling_error(texts, k),
-        "acceptance_rate": first.acceptance_rate if counted or system.counts_drafts else None,
+        "acceptance_rate": shown.acceptance_rate if counted or system.counts_drafts else None,
         "acceptance_at": tuple(decoded.acceptance_at) if counted else None,
         "alpha_at": tuple(decoded.alpha_at) if counted else None,
         "acceptance_at_simulated": tuple(simulated.acceptance_at) if simulated.rounds else None,

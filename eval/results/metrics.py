@@ -23,7 +23,7 @@ class Metric:
     decoded: needs decoding.
     rounds: of a tau, the field of `PromptSums` with its rounds.
     of_k: depends on the draft length.
-    exact: is no sample, so that every difference counts.
+    exact: a full count, so any difference is beyond noise.
     count, interval: how to find the number and its interval, in place of the fields.
     """
 

@@ -119,16 +119,16 @@ def convert_head(
     chosen, head = find_layout(layout, head.method), head.served()
     K = None if num_speculative_tokens is None else head.clamp_draft_length(num_speculative_tokens)
     files = chosen.schema.write(Export(head, target, _dtype(dtype, target), K))
-    rules = {rule.name: rule for rule in chosen.schema.tensors}
-    if EMBEDDING not in rules:
+    row = next((row for row in chosen.schema.tensors if (row.ours or row.name) == EMBEDDING), None)
+    if row is None:
         files.tensors.pop(EMBEDDING, None)
-    if include_embeddings and not any(name.endswith(EMBEDDING) for name in files.tensors):
-        raise UserError(
-            f"export.include_embeddings is true, but the layout {layout} holds no input embeddings: leave it out."
-        )
-    optional = EMBEDDING in rules and rules[EMBEDDING].optional
-    if optional and not include_embeddings and borrows_embedding(head.get_parameter(EMBEDDING), target):
-        del files.tensors[EMBEDDING]
+    if include_embeddings:
+        if not any(name.endswith(EMBEDDING) for name in files.tensors):
+            raise UserError(
+                f"export.include_embeddings is true, but the layout {layout} holds no input embeddings: leave it out."
+            )
+    elif row is not None and row.optional and borrows_embedding(head.get_parameter(EMBEDDING), target):
+        del files.tensors[row.name]
     chosen.refuse_what_engines_lack(files, target, head)
     serve = [engine for engine in chosen.engines if chosen.blocking_rule(engine, files, target, head) is None]
     _check_split(chosen, serve or list(chosen.engines), files, tensor_parallel)

@@ -33,8 +33,8 @@ class Rule:
         why: What the engine does with it; the text follows the engine's name.
         instead: What to do.
         applies: Whether a head is such a head, by its files, its target and itself.
-        refused: Whether its export is refused. If not, other engines serve the files, and the README leaves this engine out. None: it is
-            refused where the layout has no other engine.
+        refused: True: no export. False: it is exported for other engines, and the README leaves this one out. None: True if this is the
+            layout's only engine.
     """
 
     what: str
@@ -73,7 +73,7 @@ class Layout:
         method: The method of the heads.
         schema: What the files hold, and how they are written.
         load: (path, target) -> the head in the folder `path`, fp32, on the target's device.
-        engines: How each engine takes the files, by the names of ENGINES; none where no engine known here reads them.
+        engines: How each engine takes the files, by the names of ENGINES; none only for a layout of another package.
     """
 
     method: str

@@ -68,8 +68,8 @@ def read_layer(config: Mapping[str, Any]) -> LlamaConfig:
 
 
 def tidy(tensors: Mapping[str, Tensor], file: Path, target: Target, names: Schema | None = None) -> dict[str, Tensor]:
-    """Return the tensors by the head's names, less an embedding that is the target's. names: of a layout with others; a leading
-    `model.` that it does not know is left out.
+    """Return the tensors by the head's names, less an embedding that is the target's. names: the schema, if the file uses other
+    names than the head; the rest loses a leading `model.`.
 
     Raises UserError where two have the same name, and for quantized ones (d2t and t2d are no weights).
     """
@@ -77,10 +77,10 @@ def tidy(tensors: Mapping[str, Tensor], file: Path, target: Target, names: Schem
     plain = {name if name in known else re.sub(r"^(model\.)+", "", name): value for name, value in tensors.items()}
     if len(plain) < len(tensors):
         raise UserError(f"{file} holds a tensor twice, with and without the prefix `model.`: fetch the head again.")
-    for name, value in plain.items():
-        if not value.is_floating_point() and name.removeprefix("model.") not in ("d2t", "t2d", "token_map"):
-            raise UserError(f"{file} holds {name} as {value.dtype}: give a head that is not quantized.")
     plain = plain if names is None else names.rename(plain)
+    for name, value in plain.items():
+        if not value.is_floating_point() and name not in ("d2t", "t2d", "token_map"):
+            raise UserError(f"{file} holds {name} as {value.dtype}: give a head that is not quantized.")
     if EMBEDDING in plain and borrows_embedding(plain[EMBEDDING], target):
         del plain[EMBEDDING]
     return plain

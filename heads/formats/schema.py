@@ -81,7 +81,7 @@ class TensorRow:
         ours: Its name in the head, with the same numbers; "" where that is the same.
         dtype: None for that of the floats.
         when: Whether the configuration asks for it; None for always.
-        optional: Whether it may be left out.
+        optional: The embedding alone: left out where it is the target's.
     """
 
     name: str
@@ -213,7 +213,10 @@ def _values(keys: Mapping[str, Any], export: Export) -> dict[str, Any]:
 
 
 def renamed(rows: Iterable[TensorRow], changes: Mapping[str, str]) -> tuple[TensorRow, ...]:
-    """Return the rows of a layout that has other names for the head's tensors. changes: beginnings of names -> what they become."""
+    """Return copies of the rows with another beginning of their names; `ours` keeps the head's names.
+
+    changes: beginnings of names -> what they become. "" is the beginning of every name, and stands last.
+    """
     theirs = []
     for row in rows:
         old = next((beginning for beginning in changes if row.name.startswith(beginning)), None)

@@ -2,21 +2,24 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from draftsmith.errors import UserError
 from draftsmith.heads.eagle.formats import EAGLE3
-from draftsmith.heads.eagle3.formats import load_eagle3_directory
+from draftsmith.heads.eagle3 import formats as eagle3_formats
+from draftsmith.heads.eagle3.formats import LAYOUTS, load_eagle3_directory
 from draftsmith.heads.export.export import convert_head, export_head
+from draftsmith.heads.formats.schema import renamed
 from tests.batches import documents_of, pack
 from tests.exports import LLAMA3, make_eagle3, make_target
 from tests.models import save_tiny_target
@@ -91,16 +94,24 @@ def test_a_target_on_disk_is_named_by_its_full_path(tmp_path, monkeypatch):
     assert files.config["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "target")
 
 
-def test_a_layout_may_begin_its_names_with_model(tmp_path):
+@pytest.mark.parametrize("prefix", ["model.", "draft."])
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_layout_may_have_other_names_alone(prefix, changed, tmp_path, monkeypatch):
     target = make_target()
     head = make_eagle3(target)
-    export_head(head, target, tmp_path, layout="eagle3")
-    file = tmp_path / "model.safetensors"
-    save_file({f"model.{name}": value for name, value in load_file(file).items()}, file)
-    rows = (replace(row, name=f"model.{row.name}", ours=row.ours or row.name) for row in EAGLE3.tensors)
-    for names in (EAGLE3, replace(EAGLE3, name="eagle3_model", tensors=tuple(rows))):
-        found = load_eagle3_directory(tmp_path, target, names).state_dict()
-        assert all(torch.equal(value, head.state_dict()[name]) for name, value in found.items())
+    if changed:
+        head.embed_tokens.weight = nn.Parameter(head.embed_tokens.weight + 1, requires_grad=False)
+    schema = replace(EAGLE3, name="renamed", tensors=renamed(EAGLE3.tensors, {"": prefix}))
+    first = next(layout for layout in LAYOUTS if layout.name == "eagle3")
+    reader = partial(load_eagle3_directory, names=schema)
+    monkeypatch.setattr(eagle3_formats, "LAYOUTS", (*LAYOUTS, replace(first, schema=schema, load=reader)))
+    for layout in ("eagle3", "renamed"):
+        export_head(head, target, tmp_path / layout, layout=layout)
+    plain, other = (load_file(tmp_path / layout / "model.safetensors") for layout in ("eagle3", "renamed"))
+    assert set(other) == {prefix + name for name in plain}
+    assert ("embed_tokens.weight" in plain) == changed
+    found = reader(tmp_path / "renamed", target).state_dict()
+    assert all(torch.equal(value, head.state_dict()[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("count", [None, 0, -1])

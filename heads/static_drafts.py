@@ -15,8 +15,7 @@ from torch import Tensor
 
 from draftsmith.decoder.draft import DecodeState, Draft, StatelessDrafter
 from draftsmith.decoder.growth import Level, child_uniforms, growth
-from draftsmith.decoder.noise import DRAFT, uniforms
-from draftsmith.decoder.sampling import draw, draw_children, probs
+from draftsmith.decoder.sampling import DRAFT, draw, draw_children, probs, uniforms
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.heads.base import DraftHead
 

@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import broadcast_object_list, set_seed
 from torch.utils.data import DataLoader
 
-from draftsmith.decoder.noise import row_key
+from draftsmith.decoder.sampling import row_key
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.eval.training.forecast import Forecast
 from draftsmith.heads.base import DraftHead, count_rows

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.data.packing import collate, plan_batches
-from draftsmith.decoder.noise import row_key
+from draftsmith.decoder.sampling import row_key
 from draftsmith.recipe.schema import TrainSpec
 
 

@@ -4,6 +4,6 @@
 - loop.py: a round, propose -> one target pass -> verify -> commit -> emit
 - cache.py: `KVCache`, where accepted paths are committed and tokens rolled back; masks; the target pass over a draft
 - draft.py: what a drafter reads and returns; trees.py, growth.py: shapes of draft trees, and how drafts grow
-- verify.py, sampling.py, noise.py: which tokens are accepted, and the random numbers for it
-- selfcheck.py: whether a target can be decoded exactly; clock.py: seconds
+- verify.py, sampling.py: which tokens are accepted, and the random numbers for it
+- selfcheck.py: whether a target can be decoded exactly
 """

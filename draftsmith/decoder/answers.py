@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from draftsmith.decoder.noise import row_key
+from draftsmith.decoder.sampling import row_key
 
 
 @dataclass(frozen=True)

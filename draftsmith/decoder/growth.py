@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoder.draft import DecodeState, Draft
-from draftsmith.decoder.noise import DRAFT, uniforms
-from draftsmith.decoder.sampling import draw, probs
+from draftsmith.decoder.sampling import DRAFT, draw, probs, uniforms
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 
 

@@ -7,7 +7,8 @@ Shapes: B rows, b rows that are admitted, L tokens of a prompt, N nodes of a dra
 target vocab, X features of a state.
 """
 
-from collections import deque
+import time
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from draftsmith.decoder.answers import Generation, Request, Round
 from draftsmith.decoder.cache import KVCache, run_draft
-from draftsmith.decoder.clock import Stopwatch
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.selfcheck import explain_not_finite
@@ -30,6 +30,34 @@ _SHRINK_FRACTION = 3 / 4
 """The batch shrinks, which copies the cache, once no more than this part of its rows is active."""
 _TOKENS_PER_PASS = 1 << 15
 """Most prompt tokens, padding included, that one prefill reads."""
+
+
+class Stopwatch:
+    """Sum up the seconds of laps by name; `last` is the latest lap.
+
+    wait: wait for a GPU before reading the clock; without it laps mean little there, but nothing is slowed down."""
+
+    def __init__(self, device: torch.device | str = "cpu", wait: bool = True) -> None:
+        self.device, self.wait = torch.device(device), wait
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.last = 0.0
+        self._last = self._now()
+
+    def _now(self) -> float:
+        if self.wait and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        """Add the time since the last lap to `name`."""
+        now = self._now()
+        self.last = now - self._last
+        self.seconds[name] += self.last
+        self._last = now
+
+    def skip(self) -> None:
+        """Forget the time since the last lap."""
+        self._last = self._now()
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decoder.draft import Draft, numbers
-from draftsmith.decoder.noise import ACCEPT, EMIT, uniforms
-from draftsmith.decoder.sampling import Sampling, draw, penalize, probs, top1, weaken, without
+from draftsmith.decoder.sampling import ACCEPT, EMIT, Sampling, draw, penalize, probs, top1, uniforms, weaken, without
 from draftsmith.errors import UserError
 
 

@@ -23,8 +23,8 @@ from draftsmith.data.features.extract import compute_features
 from draftsmith.data.features.store import DTYPES
 from draftsmith.data.packing import collate
 from draftsmith.decoder.cache import KVCache, run_draft
-from draftsmith.decoder.clock import Stopwatch
 from draftsmith.decoder.draft import Draft
+from draftsmith.decoder.loop import Stopwatch
 from draftsmith.decoder.verify import Noise, verify
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost

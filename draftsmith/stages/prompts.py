@@ -9,7 +9,7 @@ from typing import Any
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.templates import prepare_prompts
 from draftsmith.decoder.answers import Request
-from draftsmith.decoder.noise import row_key
+from draftsmith.decoder.sampling import row_key
 from draftsmith.errors import UserError
 from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.recipe.evaluate import EvaluateSpec

@@ -1,8 +1,8 @@
 """The frozen target model.
 
 - target.py: `Target`, what the rest of the project uses (hidden states, logits), and `load_target`
-- config.py: judges a checkpoint's configuration before weights are read; pretrained.py: opens the model with transformers, and
-  gguf_file.py one of llama.cpp's files; taken.py: what of a checkpoint the model took; probe.py: checks that our view of it is right
+- config.py: judges a checkpoint's configuration before weights are read; pretrained.py: opens the model with transformers and checks
+  that it is taken whole and seen rightly; gguf_file.py: one of llama.cpp's files
 - identity.py: what distinguishes a target from others, and how two differ, from the files of its folder, which folder.py reads
 - tokens.py: whether two models have the same token ids, and which token serves as a mask
 - tuned.py: a target that a LoRA adapter tunes; shape.py: what a target costs, from its configuration alone

@@ -21,8 +21,7 @@ from draftsmith.progress import say
 from draftsmith.target.folder import eos_ids_of, fingerprint_directory
 from draftsmith.target.identity import TargetIdentity, identify_directory
 from draftsmith.target.kernels import fuse_norms, linear, pack_linears, without_autocast
-from draftsmith.target.pretrained import open_model
-from draftsmith.target.probe import check_target
+from draftsmith.target.pretrained import check_target, open_model
 
 AttentionMask = Tensor | dict[str, Tensor]
 
@@ -330,7 +329,7 @@ def load_target(
 ) -> Target:
     """Open a causal language model and check that it can be a target.
 
-    The check (draftsmith.target.probe) compares taps, final states and logits of a few random tokens with those of
+    The check (draftsmith.target.pretrained) compares taps, final states and logits of a few random tokens with those of
     the model itself.
 
     Args:

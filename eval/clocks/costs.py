@@ -12,9 +12,8 @@ import torch
 
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.cache import KVCache, entry_bytes, layer_shapes, run_draft
-from draftsmith.decoder.clock import Stopwatch
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts, TargetAlone
-from draftsmith.decoder.loop import Loop
+from draftsmith.decoder.loop import Loop, Stopwatch
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable
 from draftsmith.eval.drafters.system import SystemUnderTest

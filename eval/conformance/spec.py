@@ -15,8 +15,7 @@ from draftsmith.data.packing import collate
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Drafter, TargetAlone
-from draftsmith.decoder.noise import row_key
-from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.sampling import Sampling, row_key
 from draftsmith.eval.simulate.texts import to_sample
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor

@@ -10,8 +10,8 @@ from typing import Any
 
 from draftsmith.decoder.drafters.draft_model import DraftModel
 from draftsmith.decoder.drafters.lookahead import Lookahead, most_nodes
-from draftsmith.decoder.drafters.prompt_lookup import MAX_NGRAM, PromptLookup
 from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules
+from draftsmith.decoder.drafters.texts import MAX_NGRAM, PromptLookup
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.simulate.headless import draft_model_simulator, simulate_prompt_lookup, simulate_suffix_decoding
 from draftsmith.fields import LATER, check_fields, require, within

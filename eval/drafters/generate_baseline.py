@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from draftsmith.decoder.answers import Decoded, Generation, Request
-from draftsmith.decoder.clock import Stopwatch
+from draftsmith.decoder.loop import Stopwatch
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.target.target import Target
 

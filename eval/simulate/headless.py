@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.answers import Generation, Tally
 from draftsmith.decoder.drafters.draft_model import draft_vocab, readable
-from draftsmith.decoder.drafters.prompt_lookup import MAX_NGRAM, find_continuation
 from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixRules, speculate
-from draftsmith.decoder.drafters.texts import Branches
+from draftsmith.decoder.drafters.texts import MAX_NGRAM, Branches, find_continuation
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, expected_tallies
 from draftsmith.eval.simulate.texts import Simulation, Simulator

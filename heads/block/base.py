@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.decoder.noise import SAMPLE, uniforms
+from draftsmith.decoder.sampling import SAMPLE, uniforms
 from draftsmith.heads.base import (
     DraftHead,
     Drafts,

@@ -22,7 +22,7 @@ from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, PlainLayer, Rotary
 from draftsmith.heads.layers.from_target import start_norm
 from draftsmith.target.kernels import RMSNorm
-from draftsmith.target.probe import probe_ids
+from draftsmith.target.pretrained import probe_ids
 from draftsmith.target.target import Target, steady_positions
 
 _EMBEDDING_SPREAD = 0.02

@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.decoder.noise import NOISE, uniforms
+from draftsmith.decoder.sampling import NOISE, uniforms
 from draftsmith.heads.base import Reads, ScaledHead, Trains
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle1 import Eagle1Options

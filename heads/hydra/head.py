@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.decoder.noise import DROP, kept
+from draftsmith.decoder.sampling import DROP, kept
 from draftsmith.errors import UserError
 from draftsmith.heads.base import (
     Drafts,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftsmith.target.probe import is_close, probe_ids
+from draftsmith.target.pretrained import is_close, probe_ids
 from draftsmith.target.target import Target
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.decoder.noise import SAMPLE, uniforms
+from draftsmith.decoder.sampling import SAMPLE, uniforms
 from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows
 from draftsmith.heads.eagle.fused import FusedHead

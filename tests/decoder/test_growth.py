@@ -11,8 +11,7 @@ from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import DecodeState, NewTokens
 from draftsmith.decoder.growth import chain_token_by_token, child_uniforms, growth, start_beam
-from draftsmith.decoder.noise import DRAFT, uniforms
-from draftsmith.decoder.sampling import Sampling, draw, probs
+from draftsmith.decoder.sampling import DRAFT, Sampling, draw, probs, uniforms
 from draftsmith.decoder.trees import PUBLISHED, DynamicTree, StaticTree
 from draftsmith.errors import UserError
 from draftsmith.heads.eagle.drafter import EagleDrafter

@@ -15,8 +15,18 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftsmith.decoder.noise import _many, row_key, uniforms
-from draftsmith.decoder.sampling import Sampling, draw, draw_children, penalize, probs, top1, without
+from draftsmith.decoder.sampling import (
+    Sampling,
+    _many,
+    draw,
+    draw_children,
+    penalize,
+    probs,
+    row_key,
+    top1,
+    uniforms,
+    without,
+)
 from draftsmith.errors import UserError
 
 

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from draftsmith.decoder import verify as verifier
 from draftsmith.decoder.draft import Draft
-from draftsmith.decoder.noise import ACCEPT, DRAFT, EMIT, uniforms
-from draftsmith.decoder.sampling import Sampling, draw, draw_children, penalize, probs
+from draftsmith.decoder.sampling import ACCEPT, DRAFT, EMIT, Sampling, draw, draw_children, penalize, probs, uniforms
 from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict, verify
 from draftsmith.errors import UserError
 

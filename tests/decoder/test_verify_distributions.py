@@ -14,8 +14,7 @@ from torch import Tensor
 
 from draftsmith.decoder import verify as verifier
 from draftsmith.decoder.draft import Draft
-from draftsmith.decoder.noise import ACCEPT, EMIT
-from draftsmith.decoder.sampling import Sampling, draw_children, probs
+from draftsmith.decoder.sampling import ACCEPT, EMIT, Sampling, draw_children, probs
 from draftsmith.decoder.verify import Noise, verify
 from tests.decoder.plain_rule import (
     Coin,

@@ -8,15 +8,14 @@ import torch
 from draftsmith.decoder.answers import Generation, Request, tally_generation, total
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
-from draftsmith.decoder.noise import row_key
-from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.sampling import Sampling, row_key
 from draftsmith.decoder.selfcheck import check_decoding
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import methods
-from draftsmith.target.probe import check_target
+from draftsmith.target.pretrained import check_target
 from draftsmith.target.target import Target
 from tests.gpu.support import (
     DEVICE,

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from draftsmith.decoder.noise import row_key, uniforms
-from draftsmith.decoder.sampling import Sampling, draw, probs
+from draftsmith.decoder.sampling import Sampling, draw, probs, row_key, uniforms
 from draftsmith.heads.layers.causal_kernels import gpu_kernel_takes
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.ttt_attention import eager_ttt_attention, ttt_attention

@@ -24,7 +24,7 @@ def run(device, method, folder, **options):
 def test_the_loss_goes_as_on_the_cpu_in_fp32(method, tmp_path):
     there = run(DEVICE, method, tmp_path / "there", epochs=3)
     # Accelerate remembers its first device for a whole process, so the CPU's losses are computed by hand.
-    from draftsmith.decoder.noise import row_key
+    from draftsmith.decoder.sampling import row_key
     from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
     from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
     from draftsmith.train.schedule import MicroBatches, Schedule

@@ -8,8 +8,7 @@ from draftsmith.data.packing import collate
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
-from draftsmith.decoder.noise import row_key
-from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.sampling import Sampling, row_key
 from draftsmith.decoder.selfcheck import check_decoding
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.decoder.verify import Typical
@@ -19,7 +18,7 @@ from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods
-from draftsmith.target.probe import check_target
+from draftsmith.target.pretrained import check_target
 from draftsmith.target.target import Target
 from draftsmith.train.heldout import evaluate_heldout, make_heldout_batches
 from tests.far_device import far_device, move_module

@@ -16,7 +16,7 @@ from draftsmith.heads.hydra.head import build as build_hydra
 from draftsmith.heads.layers.from_target import final_norm_weight
 from draftsmith.heads.registry import find_method
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.target.probe import check_target
+from draftsmith.target.pretrained import check_target
 from draftsmith.target.target import Target
 from draftsmith.train.optimizers import build_optimizers
 from tests.gpu.support import OPTIONS

@@ -27,7 +27,7 @@ from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import methods
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
-from draftsmith.target.probe import check_target
+from draftsmith.target.pretrained import check_target
 from draftsmith.target.shape import TargetShape, shape_of
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack

@@ -10,8 +10,8 @@ import torch
 
 from draftsmith.decoder.drafters.draft_model import DraftModel
 from draftsmith.decoder.drafters.lookahead import Lookahead
-from draftsmith.decoder.drafters.prompt_lookup import PromptLookup
 from draftsmith.decoder.drafters.suffix_decoding import SuffixRules
+from draftsmith.decoder.drafters.texts import PromptLookup
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest

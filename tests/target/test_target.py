@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, Dyna
 from draftsmith.errors import UserError
 from draftsmith.target import pretrained
 from draftsmith.target.folder import TOKENIZER_FILES, fingerprint_directory
-from draftsmith.target.probe import probe_ids
+from draftsmith.target.pretrained import probe_ids
 from draftsmith.target.target import Target, TargetHead, load_target
 from tests.models import KINDS, save_tiny_target, tiny_model
 

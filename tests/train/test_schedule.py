@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from draftsmith.data.batch import Features
-from draftsmith.decoder.noise import row_key
+from draftsmith.decoder.sampling import row_key
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train.schedule import Micro, MicroBatches, Schedule
 

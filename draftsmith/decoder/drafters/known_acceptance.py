@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoder.draft import DecodeState, Draft, Prompts
-from draftsmith.decoder.noise import DRAFT, uniforms
+from draftsmith.decoder.sampling import DRAFT, uniforms
 from draftsmith.errors import UserError
 
 

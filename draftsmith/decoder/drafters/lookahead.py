@@ -27,8 +27,7 @@ from torch import Tensor
 
 from draftsmith.decoder.draft import DecodeState, Draft, Prompts
 from draftsmith.decoder.drafters.texts import Branches, TextDrafter, pack
-from draftsmith.decoder.noise import DRAFT, uniforms
-from draftsmith.decoder.sampling import top1
+from draftsmith.decoder.sampling import DRAFT, top1, uniforms
 
 Ngram = tuple[int, ...]
 

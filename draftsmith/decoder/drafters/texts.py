@@ -1,6 +1,10 @@
-"""What drafters without a model share: the text of every row on the host, drafts packed from it, and their exact simulation.
+"""Drafters that read texts on the host: what they share, and prompt lookup, which proposes the tokens that followed the
+last few tokens where they occurred before.
 
-Shapes: B rows, n new tokens, L tokens of a text, N nodes of a draft, T roots, K drafted tokens.
+Saxena, "Prompt Lookup Decoding" (2023). The first of several occurrences is taken, as in transformers
+(`prompt_lookup_num_tokens`) and vLLM (method "ngram"), so that results carry over to them.
+
+Shapes: B rows, L tokens of a text, N nodes of a draft, K drafted tokens.
 """
 
 from collections.abc import Sequence
@@ -11,6 +15,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoder.draft import DecodeState, Draft, Prompts
+
+MAX_NGRAM = 3
+"""Longest suffix that prompt lookup looks up."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +96,41 @@ class TextDrafter:
             text_L[length + 1 - count : length + 1] = tokens[:count]
             texts.append((text_L[: length + 1], max(0, int(limit)) if count else 0))
         return texts
+
+
+def find_continuation(ids_L: np.ndarray, max_ngram: int = MAX_NGRAM) -> int:
+    """Return the position behind the first earlier occurrence of the text's longest suffix of at most `max_ngram`
+    tokens, or the text's length where not even its last token occurred before.
+
+    An occurrence of a suffix is one of all shorter suffixes too, so candidates are narrowed down token by token.
+    """
+    last = len(ids_L) - 1
+    ends = np.flatnonzero(ids_L[:last] == ids_L[last])
+    for back in range(1, max_ngram):
+        longer = ends[ends >= back]
+        longer = longer[ids_L[longer - back] == ids_L[last - back]]
+        if not len(longer):
+            break
+        ends = longer
+    return int(ends[0]) + 1 if len(ends) else last + 1
+
+
+class PromptLookup(TextDrafter):
+    """Drafts chains of at most `num_speculative_tokens` tokens from the prompt and the answer so far."""
+
+    name = "prompt lookup"
+
+    def __init__(self, num_speculative_tokens: int, *, max_ngram: int = MAX_NGRAM) -> None:
+        assert num_speculative_tokens >= 1
+        assert max_ngram >= 1
+        self.num_speculative_tokens = num_speculative_tokens
+        self.max_nodes = num_speculative_tokens + 1
+        self.max_ngram = max_ngram
+
+    def propose(self, state: DecodeState) -> Draft:
+        """Look up every row's last tokens; a row in which they have not occurred before drafts nothing."""
+        rows = []
+        for text_L, limit in self.read(state):
+            start = find_continuation(text_L, self.max_ngram) if limit else len(text_L)
+            rows.append(Branches.chain(text_L[start : start + min(self.num_speculative_tokens, limit)].tolist()))
+        return pack(state.root_B, rows, linear=True)

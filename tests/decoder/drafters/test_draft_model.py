@@ -10,8 +10,7 @@ from draftsmith.decoder.answers import Request, tally_generation, total
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.decoder.drafters.draft_model import DraftModel
-from draftsmith.decoder.noise import DRAFT, uniforms
-from draftsmith.decoder.sampling import Sampling, draw, probs
+from draftsmith.decoder.sampling import DRAFT, Sampling, draw, probs, uniforms
 from draftsmith.errors import UserError
 from draftsmith.eval.simulate.headless import draft_model_simulator
 from draftsmith.target.target import Target

@@ -8,7 +8,7 @@ import torch
 
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import DecodeState, Draft
-from draftsmith.decoder.drafters.prompt_lookup import PromptLookup, find_continuation
+from draftsmith.decoder.drafters.texts import PromptLookup, find_continuation
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate.headless import simulate_prompt_lookup
 from draftsmith.target.target import Target

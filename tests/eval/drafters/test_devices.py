@@ -11,10 +11,9 @@ from draftsmith.decoder.draft import Drafter, TargetAlone
 from draftsmith.decoder.drafters.draft_model import DraftModel
 from draftsmith.decoder.drafters.known_acceptance import KnownAcceptance
 from draftsmith.decoder.drafters.lookahead import Lookahead
-from draftsmith.decoder.drafters.prompt_lookup import PromptLookup
 from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules
-from draftsmith.decoder.noise import row_key
-from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.drafters.texts import PromptLookup
+from draftsmith.decoder.sampling import Sampling, row_key
 from draftsmith.eval.simulate.headless import draft_model_simulator
 from draftsmith.target.target import Target
 from tests.far_device import far_device, move_module

@@ -9,7 +9,7 @@ import pytest
 from draftsmith.decoder.answers import Generation, Request
 from draftsmith.decoder.decode import decode
 from draftsmith.decoder.draft import TargetAlone
-from draftsmith.decoder.drafters.prompt_lookup import PromptLookup
+from draftsmith.decoder.drafters.texts import PromptLookup
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.lossless import check_lossless

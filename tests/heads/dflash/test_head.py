@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.decoder.noise import SAMPLE, uniforms
+from draftsmith.decoder.sampling import SAMPLE, uniforms
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.base import supervised_rows

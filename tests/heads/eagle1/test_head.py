@@ -20,7 +20,7 @@ from draftsmith.heads.eagle1.head import Eagle1Head, Eagle1Options, build
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import find_method
-from draftsmith.target.probe import check_target
+from draftsmith.target.pretrained import check_target
 from draftsmith.target.target import Target, load_target
 from tests.batches import documents_of, pack
 from tests.models import make_target

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from draftsmith.decoder.noise import DROP, kept
+from draftsmith.decoder.sampling import DROP, kept
 from draftsmith.errors import UserError
 from draftsmith.heads.base import drafting, supervised_rows
 from draftsmith.heads.hydra import head as hydra

@@ -36,7 +36,7 @@ from draftsmith.heads.medusa2 import Medusa2Options
 from draftsmith.heads.medusa2.head import Medusa2Head, build
 from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.target.probe import check_target
+from draftsmith.target.pretrained import check_target
 from draftsmith.target.target import Target, load_target
 from draftsmith.train.optimizers import build_optimizers
 from draftsmith.train.parallel import WrappedHead, run_pass

@@ -8,6 +8,7 @@ last of these, C children of a node, X the width of what a node is drafted from,
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,13 +23,13 @@ from draftsmith.heads.base import DraftHead
 
 def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, greedy: bool) -> Draft:
     """Return a chain of K tokens: drawn under the target's sampling settings, or (greedy) the most likely ones."""
-    count_B = state.limit_B.clamp(0, logits_BKW.shape[1])
+    drafted_B = state.limit_B.clamp(0, logits_BKW.shape[1])
     if greedy or state.sampling.greedy:
-        return Draft.chain(state.root_B, head.target_ids(logits_BKW.argmax(-1)), count_B)
+        return Draft.chain(state.root_B, head.target_ids(logits_BKW.argmax(-1)), drafted_B)
     draft_probs_BKW = probs(logits_BKW, state.sampling)
     uniform_BK = uniforms(state.keys_B, state.length_B, DRAFT, logits_BKW.shape[1])
     drawn_BK = draw(draft_probs_BKW.flatten(0, 1), uniform_BK.flatten()).view_as(uniform_BK)
-    return Draft.chain(state.root_B, head.target_ids(drawn_BK), count_B, draft_probs_BKW, head.draft_vocab)
+    return Draft.chain(state.root_B, head.target_ids(drawn_BK), drafted_B, draft_probs_BKW, head.draft_vocab)
 
 
 def draft_tree(state: DecodeState, logits_BKW: Tensor, head: DraftHead, whole: StaticTree, *, drawn: bool) -> Draft:
@@ -56,7 +57,7 @@ def _drawn(state: DecodeState, draft_probs_BKW: Tensor, head: DraftHead, whole: 
         first += level.above
     tokens_BN = head.target_ids(torch.cat(drafted, 1))
     draft = Draft.static(state.root_B, tokens_BN, tree, state.limit_B)
-    return draft.drawn_from(inner_BTW[:, plan.probs_M], head.draft_vocab)
+    return replace(draft, draft_probs_BMW=inner_BTW[:, plan.probs_M], vocab_W=head.draft_vocab)
 
 
 def grow_tree(
@@ -96,7 +97,9 @@ def grow_tree(
         if len(level.inner_m):
             x_BmX = run(step, level, x_BmX, tokens[-1][:, level.inner_m])
     draft = Draft.static(state.root_B, torch.cat(tokens, 1), tree, state.limit_B)
-    return draft.drawn_from(torch.cat(draft_probs, 1)[:, plan.probs_M], head.draft_vocab) if drawn else draft
+    if not drawn:
+        return draft
+    return replace(draft, draft_probs_BMW=torch.cat(draft_probs, 1)[:, plan.probs_M], vocab_W=head.draft_vocab)
 
 
 class HeadDrafter(StatelessDrafter):

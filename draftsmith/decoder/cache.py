@@ -9,8 +9,9 @@ S slots, h key/value heads, d head dim, M tensors of one shape (keys and values 
 `run_draft`: A aux layers, H target hidden.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -104,7 +105,7 @@ class _Layer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, cache: "KVCache", indices: "tuple[_BufferIndex, _BufferIndex] | None") -> None:
+    def __init__(self, cache: "KVCache", indices: "list[BufferIndex] | None") -> None:
         super().__init__()
         self.cache, self.indices = cache, indices
 
@@ -130,11 +131,8 @@ class _Layer(CacheLayerMixin):
         return self.cache.staged.visible, 0
 
 
-class _BufferIndex(NamedTuple):
-    """Where a layer's keys or values are: tensor `number` of the buffer of their shape."""
-
-    kind: TensorShape
-    number: int
+BufferIndex = tuple[TensorShape, int]
+"""Where a layer's keys or values are: the shape that names a buffer, and the number of a tensor in it."""
 
 
 class KVCache(Cache):
@@ -166,16 +164,11 @@ class KVCache(Cache):
         self.staged = WriteRange(self._lengths_B, 0, 0)
         # Of the forward under way: the visible slots of every tensor of a shape, and those that a single row writes.
         self._views: dict[TensorShape, tuple[Sequence[Tensor], Sequence[Tensor]]] = {}
-        counts: Counter[TensorShape] = Counter()
-
-        def index(kind: TensorShape) -> _BufferIndex:
-            counts[kind] += 1
-            return _BufferIndex(kind, counts[kind] - 1)
-
-        indices = [None if shape is None else (index(shape.keys), index(shape.values)) for shape in self.shapes]
+        counts: dict[TensorShape, Iterator[int]] = defaultdict(itertools.count)
+        indices = [None if s is None else [(kind, next(counts[kind])) for kind in s] for s in self.shapes]
         super().__init__(layers=[_Layer(self, pair) for pair in indices])
         self.buffers: dict[TensorShape, Tensor] = {
-            kind: torch.zeros(count, rows, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=device)
+            kind: torch.zeros(next(count), rows, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=device)
             for kind, count in counts.items()
         }
 
@@ -205,23 +198,23 @@ class KVCache(Cache):
         """Write a layer's keys and values to the staged slots; return its visible ones, [b, h, S, d] each."""
         return self.layers[layer].update(keys_bhNd, values_bhNd)
 
-    def store(self, index: _BufferIndex, new_BhNd: Tensor) -> Tensor:
+    def store(self, index: BufferIndex, new_BhNd: Tensor) -> Tensor:
         """Write a layer's new keys or values to the staged slots; return the visible ones [b, h, S, d] of the rows written."""
-        at, kind = self.staged, index.kind
+        at, (kind, number) = self.staged, index
         if kind not in self._views:
             # Of all layers at once: a slice costs as much as a small product.
             buffer = self.buffers[kind]
             written = buffer.narrow(3, at.longest, at.count).unbind(0) if at.single else ()
             self._views[kind] = buffer.narrow(3, 0, at.visible).unbind(0), written
-        visible_BhSd = self._views[kind][0][index.number]
+        visible_BhSd = self._views[kind][0][number]
         if at.single:
-            self._views[kind][1][index.number].copy_(new_BhNd)
+            self._views[kind][1][number].copy_(new_BhNd)
             return visible_BhSd
         device = at.lengths_B.device
         rows_B = torch.arange(len(at.lengths_B), device=device) if at.rows_b is None else at.rows_b
         slots_BN = at.lengths_B[:, None] + torch.arange(at.skip, at.skip + at.count, device=device)
         # Rows that do not matter may write behind what is visible.
-        self.buffers[kind][index.number].transpose(1, 2)[rows_B[:, None], slots_BN] = new_BhNd.transpose(1, 2)
+        self.buffers[kind][number].transpose(1, 2)[rows_B[:, None], slots_BN] = new_BhNd.transpose(1, 2)
         return visible_BhSd if at.rows_b is None else visible_BhSd[at.rows_b]
 
     def append(self, count: Tensor | int, rows_b: Tensor | None = None) -> None:

@@ -39,11 +39,9 @@ def decode_batch(
     if not requests:
         return Decoded([], {})
     loop = Loop(target, drafter, requests, sampling, typical, min(rows or len(requests), len(requests)))
-    passes = 0
-    while loop.fill():
-        loop.round()
-        passes += 1
-    return Decoded(loop.answers, loop.watch.seconds, passes)
+    for decoded in loop.run():  # noqa: B007 - the last one is wanted
+        pass
+    return decoded
 
 
 def decode(
@@ -59,8 +57,7 @@ def decode(
     @torch.no_grad()
     def stream() -> Iterator[Generation]:
         loop = Loop(target, drafter, requests, sampling, None, min(batch, len(requests)), timed=False)
-        while loop.fill():
-            loop.round()
+        for _ in loop.run():
             yield from loop.take_finished()
         yield from loop.take_finished()
 
@@ -71,18 +68,12 @@ def decode(
 def decode_live(
     target: Target, drafter: Drafter, request: Request, sampling: Sampling, typical: Typical | None = None
 ) -> Iterator[Decoded]:
-    """Answer one request, and yield its answer so far after the first token and after every round, the same object growing.
+    """Answer one request, and yield its answer so far as `Loop.run` does. typical: as in `decode_batch`.
 
-    Its seconds leave out what the caller does in between. typical: as in `decode_batch`. Raises UserError for what
-    `check_requests` refuses.
+    Raises UserError for what `check_requests` refuses.
     """
     check_requests(target, [request], drafter)
-    loop = Loop(target, drafter, [request], sampling, typical, 1)
-    yield Decoded(loop.answers, loop.watch.seconds)
-    while loop.fill():
-        loop.watch.skip()
-        loop.round()
-        yield Decoded(loop.answers, loop.watch.seconds, len(loop.answers[0].rounds))
+    return Loop(target, drafter, [request], sampling, typical, 1).run()
 
 
 def check_requests(target: Target, requests: Sequence[Request], drafter: Drafter | None = None) -> None:

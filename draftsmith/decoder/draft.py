@@ -26,7 +26,7 @@ class Draft:
     Args:
         tokens_BN: node 0 is the root, the last token of the text, which the target has not read yet.
         parents_BN: index of each node's parent, -1 for the root; parents come before their children.
-        count_B: valid nodes per row, the root included; nodes from there on are padding.
+        nodes_B: valid nodes per row, the root included; nodes from there on are padding.
         draft_probs_BMW: entry i is the distribution that the children of node i were drawn from, one after the other and
             without replacement; nodes from M on have no children. None where tokens were chosen deterministically. Once
             the distribution is used up, further children are fillers with q = 0, which are never accepted.
@@ -39,7 +39,7 @@ class Draft:
 
     tokens_BN: Tensor
     parents_BN: Tensor
-    count_B: Tensor
+    nodes_B: Tensor
     draft_probs_BMW: Tensor | None = None
     vocab_W: Tensor | None = None
     tree: StaticTree | None = None
@@ -50,29 +50,25 @@ class Draft:
     def static(cls, root_B: Tensor, drafted_BN: Tensor, tree: StaticTree, limit_B: Tensor) -> "Draft":
         """Build a static tree from its root and drafted tokens; row b's nodes deeper than limit_B[b] are padding."""
         shape = tree.on(root_B.device)
-        count_B = (shape.depth_N <= limit_B.clamp(min=0)[:, None]).sum(1)
+        nodes_B = (shape.depth_N <= limit_B.clamp(min=0)[:, None]).sum(1)
         parents_BN = shape.parents_N.expand(len(root_B), -1)
-        return cls(torch.cat([root_B[:, None], drafted_BN], 1), parents_BN, count_B, tree=tree)
+        return cls(torch.cat([root_B[:, None], drafted_BN], 1), parents_BN, nodes_B, tree=tree)
 
     @classmethod
     def chain(
         cls,
         root_B: Tensor,
         drafted_BK: Tensor,
-        count_B: Tensor | None = None,
+        drafted_B: Tensor | None = None,
         draft_probs_BMW: Tensor | None = None,
         vocab_W: Tensor | None = None,
     ) -> "Draft":
-        """Build a chain from its root and its drafted tokens; `count_B` drafted tokens are valid (all by default)."""
+        """Build a chain from its root and its drafted tokens; `drafted_B` of these are valid (all by default)."""
         rows, length = drafted_BK.shape
         tokens_BN = torch.cat([root_B[:, None], drafted_BK], 1)
         parents_BN = numbers(-1, length, root_B.device).expand(rows, -1)
-        valid_B = torch.full_like(root_B, length) if count_B is None else count_B
-        return cls(tokens_BN, parents_BN, valid_B + 1, draft_probs_BMW, vocab_W, linear=True)
-
-    def drawn_from(self, draft_probs_BMW: Tensor, vocab_W: Tensor | None) -> "Draft":
-        """Return the same draft with the distributions that its tokens were drawn from."""
-        return replace(self, draft_probs_BMW=draft_probs_BMW, vocab_W=vocab_W)
+        nodes_B = 1 + (torch.full_like(root_B, length) if drafted_B is None else drafted_B)
+        return cls(tokens_BN, parents_BN, nodes_B, draft_probs_BMW, vocab_W, linear=True)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -112,7 +108,7 @@ class Draft:
     @cached_property
     def valid_BN(self) -> Tensor:
         """Bool [B, N]: the nodes that are not padding."""
-        return numbers(0, self.tokens_BN.shape[1], self.count_B.device) < self.count_B[:, None]
+        return numbers(0, self.tokens_BN.shape[1], self.nodes_B.device) < self.nodes_B[:, None]
 
     @cached_property
     def levels_BD(self) -> Tensor:

@@ -47,10 +47,10 @@ def chain_token_by_token(
             draft_probs.append(probs(logits_BW, state.sampling))
             choice_B = draw(draft_probs[-1], uniform_BK[:, k])
         tokens.append(choice_B if vocab_W is None else vocab_W[choice_B])
-    tokens_BK, count_B = torch.stack(tokens[1:], 1), state.limit_B.clamp(0, length)
+    tokens_BK, drafted_B = torch.stack(tokens[1:], 1), state.limit_B.clamp(0, length)
     if not draft_probs:
-        return Draft.chain(state.root_B, tokens_BK, count_B)
-    return Draft.chain(state.root_B, tokens_BK, count_B, torch.stack(draft_probs, 1), vocab_W)
+        return Draft.chain(state.root_B, tokens_BK, drafted_B)
+    return Draft.chain(state.root_B, tokens_BK, drafted_B, torch.stack(draft_probs, 1), vocab_W)
 
 
 @dataclass(frozen=True)
@@ -201,12 +201,12 @@ class Beam:
         )
         parent_BN = parent_BJ.gather(1, index_BN)
         parents_BN = torch.where(parent_BN < 0, 0, node_BJ.gather(1, parent_BN.clamp(min=0)))
-        count_B = 1 + (score_BJ.gather(1, index_BN) > -torch.inf).sum(1)
+        nodes_B = 1 + (score_BJ.gather(1, index_BN) > -torch.inf).sum(1)
         root_B1 = self.root_B[:, None]
         return Draft(
             torch.cat([root_B1, tokens_BJ.gather(1, index_BN)], 1),
             torch.cat([torch.full_like(root_B1, -1), parents_BN], 1),
-            count_B,
+            nodes_B,
             linear=self.tree.branching == 1,
         )
 

@@ -9,14 +9,14 @@ target vocab, X features of a state.
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.decoder.answers import Generation, Request, Round
+from draftsmith.decoder.answers import Decoded, Generation, Request, Round
 from draftsmith.decoder.cache import KVCache, run_draft
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
 from draftsmith.decoder.sampling import Sampling
@@ -94,16 +94,30 @@ class Loop:
         self.cache = KVCache.for_target(target, rows, capacity + drafter.max_nodes)
         drafter.start(rows, capacity)
         zeros_B = torch.zeros(rows, dtype=torch.long, device=target.device)
-        nothing_B10 = torch.zeros(rows, 1, 0, device=target.device)
-        new_tokens = NewTokens(zeros_B[:, None], nothing_B10, nothing_B10, zeros_B)
+        state_B1D = torch.zeros(rows, 1, target.hidden_size, dtype=target.dtype, device=target.device)
+        new_tokens = NewTokens(zeros_B[:, None], state_B1D.repeat(1, 1, len(drafter.layer_ids)), state_B1D, zeros_B)
         self.state = DecodeState(zeros_B, zeros_B, zeros_B, zeros_B, new_tokens, sampling)
         # The tokens of each row's prompt and answer, for a repetition penalty.
         self.seen_BV = None
         if sampling.repetition_penalty != 1:
             self.seen_BV = torch.zeros(rows, target.vocab_size, dtype=torch.bool, device=target.device)
+        self.passes = 0
         # Allocation is not part of answering.
         self.watch = Stopwatch(target.device, wait=timed)
         self._admit(list(range(rows)))
+
+    @torch.no_grad()
+    def run(self) -> Iterator[Decoded]:
+        """Yield the answers so far, the same objects growing, after the first tokens and after every round.
+
+        What the caller does in between is on no clock.
+        """
+        yield Decoded(self.answers, self.watch.seconds)
+        self.watch.skip()
+        while self.fill():
+            self.round()
+            yield Decoded(self.answers, self.watch.seconds, self.passes)
+            self.watch.skip()
 
     def round(self) -> None:
         """Run one round: propose -> one target pass -> verify -> commit -> emit."""
@@ -126,6 +140,7 @@ class Loop:
         depth, kept_B = self._commit(draft, verdict, host_rows)
         self._emit(host_rows, verdict, tokens_BD)
         self._set_state(verdict.next_B, state.keys_B, _new_tokens(draft, output, verdict, tokens_BD, depth, kept_B))
+        self.passes += 1
         watch.lap("commit")
 
     def fill(self) -> bool:
@@ -248,11 +263,11 @@ class Loop:
         output = run_draft(self.target, self.cache, draft, self.drafter.layer_ids, None if everyone else rows_b)
         self.cache.append(length_b, rows_b)
         last_b1 = (length_b - 1)[:, None]
-        at_end = NewTokens(ids_bL[:, :1], _at_nodes(output.aux, last_b1), _at_nodes(output.last, last_b1), length_b)
+        aux_b1F, last_b1D = _at_nodes(output.aux, last_b1), _at_nodes(output.last, last_b1)
         seen_bV = None if self.seen_BV is None else _prompt_tokens(ids_bL, length_b, self.target.vocab_size)
         # The token after a prompt is chosen by the exact rule even where drafts are accepted by a lossy one.
         nothing = Draft.chain(keys_b, keys_b.new_zeros(len(answers), 0))
-        logits_b1V = self.target.head.logits(at_end.last_BnD)
+        logits_b1V = self.target.head.logits(last_b1D)
         root_b = self._verify(answers, nothing, logits_b1V, Noise(keys_b, length_b - 1), seen_bV).next_B
         following_bL = torch.cat([ids_bL[:, 1:], root_b[:, None]], 1).scatter(1, last_b1, root_b[:, None])
         for answer, token in zip(answers, root_b.tolist(), strict=True):
@@ -265,29 +280,29 @@ class Loop:
             Prompts(rows_b, ids_bL, length_b, NewTokens(following_bL, output.aux, output.last, length_b))
         )
         self.watch.lap("draft")
-        self._enter(rows_b, root_b, keys_b, at_end)
+        self._enter(rows_b, keys_b, NewTokens(root_b[:, None], aux_b1F, last_b1D, torch.ones_like(root_b)))
         if self.seen_BV is not None and seen_bV is not None:
             self.seen_BV = self.seen_BV.index_copy(0, rows_b, seen_bV.scatter(1, root_b[:, None], True))
         self.watch.lap("other")
 
-    def _enter(self, rows_b: Tensor, root_b: Tensor, keys_b: Tensor, at_end: NewTokens) -> None:
-        """Put admitted rows into the state of the batch. at_end: the target's states at the ends of their prompts."""
-        state, new_tokens = self.state, self.state.new_tokens
-        pair = NewTokens(root_b[:, None], at_end.aux_BnF, at_end.last_BnD, torch.ones_like(root_b))
-        if len(rows_b) < len(self.rows):
-            if new_tokens.last_BnD.shape[-1] != pair.last_BnD.shape[-1]:
-                # The first prompts of a batch that is prefilled in several passes.
-                kinds = (pair.tokens_Bn, pair.aux_BnF, pair.last_BnD)
-                tokens, aux, last = (x.new_zeros(len(self.rows), *x.shape[1:]) for x in kinds)
-                new_tokens = NewTokens(tokens, aux, last, new_tokens.count_B)
-            pair = NewTokens(
-                _replace_first(new_tokens.tokens_Bn, rows_b, pair.tokens_Bn),
-                _replace_first(new_tokens.aux_BnF, rows_b, pair.aux_BnF),
-                _replace_first(new_tokens.last_BnD, rows_b, pair.last_BnD),
-                new_tokens.count_B.index_copy(0, rows_b, pair.count_B),
-            )
-        root_B = state.root_B.index_copy(0, rows_b, root_b)
-        self._set_state(root_B, state.keys_B.index_copy(0, rows_b, keys_b), pair)
+    def _enter(self, rows_b: Tensor, keys_b: Tensor, first: NewTokens) -> None:
+        """Put admitted rows into the state of the batch. first: the first tokens of their answers."""
+        state, before = self.state, self.state.new_tokens
+        width = 1 if len(rows_b) == len(self.rows) else before.tokens_Bn.shape[1]
+
+        def put(entries_Bn: Tensor, first_b1: Tensor) -> Tensor:
+            entries_Bn = entries_Bn[:, :width].clone()
+            entries_Bn[rows_b, :1] = first_b1
+            return entries_Bn
+
+        new_tokens = NewTokens(
+            put(before.tokens_Bn, first.tokens_Bn),
+            put(before.aux_BnF, first.aux_BnF),
+            put(before.last_BnD, first.last_BnD),
+            before.count_B.index_copy(0, rows_b, first.count_B),
+        )
+        root_B = state.root_B.index_copy(0, rows_b, first.tokens_Bn[:, 0])
+        self._set_state(root_B, state.keys_B.index_copy(0, rows_b, keys_b), new_tokens)
 
 
 def _emitted_tokens(draft: Draft, verdict: Verdict) -> Tensor:
@@ -301,7 +316,7 @@ def _emitted_tokens(draft: Draft, verdict: Verdict) -> Tensor:
 
 def _to_host(draft: Draft, verdict: Verdict, tokens_BD: Tensor) -> list[_HostRow]:
     """Copy all that the host needs of a round from the device, in one transfer."""
-    counts_B2 = torch.stack([verdict.accepted_B, draft.count_B], 1)
+    counts_B2 = torch.stack([verdict.accepted_B, draft.nodes_B], 1)
     levels = [] if draft.is_chain else [draft.levels_BD]
     rows, width = [], tokens_BD.shape[1]
     for accepted, nodes, *rest in torch.cat([counts_B2, tokens_BD, *levels], 1).tolist():
@@ -324,13 +339,6 @@ def _new_tokens(
 def _at_nodes(states_BNX: Tensor, node_BD: Tensor) -> Tensor:
     """Return the states [B, D, X] at these nodes."""
     return states_BNX.gather(1, node_BD[..., None].expand(-1, -1, states_BNX.shape[-1]))
-
-
-def _replace_first(entries_Bn: Tensor, rows_b: Tensor, first_b1: Tensor) -> Tensor:
-    """Return `entries_Bn` with the first entry of each of `rows_b` replaced."""
-    entries_Bn = entries_Bn.clone()
-    entries_Bn[rows_b, :1] = first_b1
-    return entries_Bn
 
 
 def _prompt_tokens(ids_bL: Tensor, length_b: Tensor, vocab_size: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decoder.draft import Draft, numbers
-from draftsmith.decoder.sampling import ACCEPT, EMIT, Sampling, draw, penalize, probs, top1, uniforms, weaken, without
+from draftsmith.decoder.sampling import ACCEPT, EMIT, Sampling, draw, probs, top1, uniforms, weaken, without
 from draftsmith.errors import UserError
 
 
@@ -183,24 +183,20 @@ def verify(
     included; a repetition penalty needs them, and adds those on the path to each node. Raises NotFinite for logits at
     any node, accepted or not, and UserError where a distribution of the draft holds NaN, infinity or 0 for its token.
     """
-    penalty = sampling.repetition_penalty
-    if sampling.greedy and penalty == 1:
+    if sampling.greedy and sampling.repetition_penalty == 1:
         largest_BN, choice_BN = top1(logits_BNV)
         _check_finite(draft, largest_BN)
         return _matching(draft, choice_BN)
     _check_finite(draft, logits_BNV.amax(-1))
-    assert penalty == 1 or seen_BV is not None
-    seen_BV = None if penalty == 1 else seen_BV
-    # A greedy choice is the same by either rule.
-    rule = None if sampling.greedy else typical
-    if rule is None and not sampling.greedy and not draft.is_chain:
-        return _sampled_tree(draft, logits_BNV, sampling, noise, seen_BV)
-    if seen_BV is not None:
-        logits_BNV = penalize_nodes(draft, logits_BNV, seen_BV, penalty)
-    if rule is not None:
-        return _typical(draft, logits_BNV, sampling, rule)
-    if sampling.greedy:
+    if sampling.repetition_penalty != 1:
+        assert seen_BV is not None
+        logits_BNV = penalize_nodes(draft, logits_BNV, seen_BV, sampling.repetition_penalty)
+    if sampling.greedy:  # by either rule
         return _matching(draft, top1(logits_BNV)[1])
+    if typical is not None:
+        return _typical(draft, logits_BNV, sampling, typical)
+    if not draft.is_chain:
+        return _sampled_tree(draft, logits_BNV, sampling, noise)
     if draft.draft_probs_BMW is None:
         uniform_BN = noise.draw(EMIT, logits_BNV.shape[1])
         choices = draw(probs(logits_BNV, sampling).flatten(0, 1), uniform_BN.flatten())
@@ -274,9 +270,7 @@ def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: 
     return Verdict(end.path_BD, end.accepted_B, draw(weights_BV, noise.draw(EMIT, 1)[:, 0]))
 
 
-def _sampled_tree(
-    draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, seen_BV: Tensor | None
-) -> Verdict:
+def _sampled_tree(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
     """Walk down from the root, a level of all rows at a time; only nodes on the way need their distributions."""
     rows, nodes = draft.tokens_BN.shape
     row = torch.arange(rows, device=logits_BNV.device)
@@ -286,14 +280,12 @@ def _sampled_tree(
     accept_BN, emit_BN = noise.draw(ACCEPT, nodes), noise.draw(EMIT, nodes)
     path = [node_B]
     for depth in range(1, nodes + 1):
-        logits_BV = logits_BNV[row, node_B]
-        if seen_BV is not None:
-            logits_BV = penalize(logits_BV, seen_BV, sampling.repetition_penalty)
-        p_BV = probs(logits_BV, sampling)
+        p_BV = probs(logits_BNV[row, node_B], sampling)
         child_BN = draft.valid_BN & (draft.parents_BN == node_B[:, None]) & walking_B[:, None]
         if draft.draft_probs_BMW is None:
             token_B = draw(p_BV, emit_BN[row, node_B])
-            child_B = _holder(draft, child_BN, token_B)
+            match_BN = child_BN & (draft.tokens_BN == token_B[:, None])
+            child_B = torch.where(match_BN.any(1), match_BN.int().argmax(1), -1)
         else:
             q_BW = draft.draft_probs_BMW[row, node_B.clamp(max=draft.draft_probs_BMW.shape[1] - 1)]
             choice = accept_child(p_BV, q_BW, draft.vocab_W, _in_order(draft, child_BN, accept_BN))
@@ -305,17 +297,9 @@ def _sampled_tree(
             break
         node_B = torch.where(walking_B, child_B, node_B)
         path.append(child_B)
-        if seen_BV is not None:
-            seen_BV = seen_BV.scatter(1, draft.tokens_BN[row, node_B][:, None], True)
     refuse_broken(broken_B)
     path_BD = torch.stack(path, 1)
     return Verdict(path_BD, (path_BD >= 0).sum(1) - 1, next_B)
-
-
-def _holder(draft: Draft, child_BN: Tensor, token_B: Tensor) -> Tensor:
-    """Return the first of each row's children `child_BN` that holds `token_B`, -1 where none does."""
-    match_BN = child_BN & (draft.tokens_BN == token_B[:, None])
-    return torch.where(match_BN.any(1), match_BN.int().argmax(1), -1)
 
 
 def _in_order(draft: Draft, child_BN: Tensor, uniform_BN: Tensor) -> Children:

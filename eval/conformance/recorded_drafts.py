@@ -121,7 +121,7 @@ class Recorder:
         """Keep the draft of every row, without its padding; its text is known when the answer is."""
         draft = self.drafter.propose(state)
         for row, prompt in enumerate(self._prompts):
-            nodes = int(draft.count_B[row])
+            nodes = int(draft.nodes_B[row])
             tokens, parents = (tuple(x[row, 1:nodes].tolist()) for x in (draft.tokens_BN, draft.parents_BN))
             probs_MW = None if draft.draft_probs_BMW is None else draft.draft_probs_BMW[row, : nodes - 1].float().cpu()
             self.by_prompt.setdefault(prompt, []).append(Drafted((), tokens, parents, probs_MW, draft.vocab_W))

@@ -58,7 +58,7 @@ class ChainTracer:
         """Draft, and keep the tokens that are no padding."""
         draft = self._drafter.propose(state)
         assert draft.is_chain
-        self.drafts.append(tuple(draft.tokens_BN[0, 1 : int(draft.count_B[0])].tolist()))
+        self.drafts.append(tuple(draft.tokens_BN[0, 1 : int(draft.nodes_B[0])].tolist()))
         return draft
 
 

@@ -40,4 +40,4 @@ class DSparkDrafter(BlockDrafter):
             return draft
         lasting_BK = torch.stack(survival, 1).cumprod(1) >= head.threshold
         # The root is counted, too.
-        return replace(draft, count_B=torch.minimum(draft.count_B, 1 + lasting_BK.int().cumprod(1).sum(1)))
+        return replace(draft, nodes_B=torch.minimum(draft.nodes_B, 1 + lasting_BK.int().cumprod(1).sum(1)))

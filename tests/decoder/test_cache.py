@@ -42,8 +42,7 @@ def check(cache: KVCache, texts: list[list[int]]) -> None:
     for row, text in enumerate(texts):
         for layer, shape in enumerate(SHAPES):
             for part, kind in enumerate(shape or ()):
-                place = cache.layers[layer].indices[part]
-                slots = cache.buffers[kind][place.number]
+                slots = cache.buffers[kind][cache.layers[layer].indices[part][1]]
                 expected = torch.tensor(text)[None, :, None] + 1000.0 * (2 * layer + part)
                 assert torch.equal(slots[row, :, : len(text)], expected.expand(kind.heads, -1, kind.dim))
 
@@ -58,7 +57,7 @@ def random_tree(rng: random.Random, rows: int, nodes: int) -> Draft:
 
 def random_path(rng: random.Random, draft: Draft, row: int) -> list[int]:
     """A path from the root to any valid node."""
-    path = [rng.randrange(int(draft.count_B[row]))]
+    path = [rng.randrange(int(draft.nodes_B[row]))]
     while path[0]:
         path.insert(0, int(draft.parents_BN[row, path[0]]))
     return path
@@ -95,7 +94,7 @@ def test_random_operations_equal_a_list_of_tokens(seed: int) -> None:
     def draft() -> None:
         tree = random_tree(rng, rows, rng.randrange(1, 7))
         if rng.random() < 0.4:
-            tree = Draft.chain(tree.tokens_BN[:, 0], tree.tokens_BN[:, 1:], tree.count_B - 1)
+            tree = Draft.chain(tree.tokens_BN[:, 0], tree.tokens_BN[:, 1:], tree.nodes_B - 1)
         forward(cache, tree.tokens_BN)
         paths = [random_path(rng, tree, row) if rng.random() < 0.8 else [] for row in range(rows)]
         cache.commit(tree, padded(paths), torch.tensor([*map(len, paths)]))

@@ -95,7 +95,7 @@ def test_the_best_candidates_are_kept(tree: DynamicTree, limits: tuple[int, int]
     assert not draft.is_chain
     for row in range(2):
         found: list[tuple[int, ...]] = [()]
-        for node in range(1, int(draft.count_B[row])):
+        for node in range(1, int(draft.nodes_B[row])):
             parent = int(draft.parents_BN[row, node])
             assert parent < node
             found.append((*found[parent], int(draft.tokens_BN[row, node]) - 10))
@@ -123,7 +123,7 @@ def test_a_beam_of_one_is_a_chain() -> None:
     draft = beam.draft()
     assert draft.is_chain
     assert draft.tokens_BN.tolist() == [[7, 0, 1, 2], [8, 1, 2, 3]]
-    assert draft.count_B.tolist() == [4, 3]
+    assert draft.nodes_B.tolist() == [4, 3]
 
 
 def state(sampling: Sampling, limits: tuple[int, ...] = (9, 2, 0)) -> DecodeState:
@@ -166,7 +166,7 @@ def test_chains_are_drawn_token_by_token(sampling: Sampling, greedy: bool, vocab
                 assert torch.equal(found.draft_probs_BMW[row, k], q)
             token = column if vocab is None else vocab[column]
             assert int(found.tokens_BN[row, k + 1]) == token
-    assert found.count_B.tolist() == [4, 3, 1]
+    assert found.nodes_B.tolist() == [4, 3, 1]
     assert (found.draft_probs_BMW is None) == (greedy or sampling.greedy)
     assert found.is_chain
 

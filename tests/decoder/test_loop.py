@@ -56,9 +56,9 @@ class Branching:
         nodes = [first[:, 0], twin[:, 0], first[:, 1], twin[:, 1], first[:, 2], twin[:, 2], twin[:, 3]]
         parents = torch.tensor([-1, 0, 0, 1, 2, 3, 4, 6])
         reach = torch.tensor([1, 3, 5, 7, 8])
-        count_B = torch.where(chain.count_B > 4, 8, reach[chain.count_B.clamp(max=5) - 1])
-        count_B = torch.minimum(count_B, reach[state.limit_B.clamp(0, 4)])
-        return Draft(torch.stack([state.root_B, *nodes], 1), parents.expand(len(nodes[0]), -1), count_B)
+        nodes_B = torch.where(chain.nodes_B > 4, 8, reach[chain.nodes_B.clamp(max=5) - 1])
+        nodes_B = torch.minimum(nodes_B, reach[state.limit_B.clamp(0, 4)])
+        return Draft(torch.stack([state.root_B, *nodes], 1), parents.expand(len(nodes[0]), -1), nodes_B)
 
 
 # Beside the five usual kinds: compressed keys and values, shared ones, attention sinks.

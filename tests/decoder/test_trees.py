@@ -118,7 +118,7 @@ def test_an_unknown_tree_is_refused_with_the_known_ones() -> None:
 
 def test_nodes_below_a_rows_limit_are_padding() -> None:
     draft = Draft.static(torch.tensor([5, 5, 5]), torch.arange(7).expand(3, -1), BUSH, torch.tensor([0, 2, 9]))
-    assert draft.count_B.tolist() == [1, 6, 8]
+    assert draft.nodes_B.tolist() == [1, 6, 8]
 
 
 V = 9
@@ -136,7 +136,7 @@ def _typical_by_hand(draft: Draft, logits: torch.Tensor, temperature: float, rul
     """The rule for one row, node by node."""
     p = (logits.double() / temperature).softmax(-1)
     best: tuple[int, float, list[int]] = (0, 0.0, [0])
-    for node in range(1, int(draft.count_B[0])):
+    for node in range(1, int(draft.nodes_B[0])):
         path, at = [], node
         while at >= 0:
             path.insert(0, at)

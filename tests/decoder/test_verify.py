@@ -40,9 +40,9 @@ class Toy:
                 for place, child in enumerate(below):
                     tokens[child] = self.vocab_W[chosen_BC[:, place]]
         parents_BN = torch.tensor(parents).expand(len(root_B), -1)
-        count_B = len(parents) - noise.keys_B % 3
-        tokens_BN = torch.stack(tokens, 1).where(torch.arange(len(parents)) < count_B[:, None], 0)
-        draft = Draft(tokens_BN, parents_BN, count_B)
+        nodes_B = len(parents) - noise.keys_B % 3
+        tokens_BN = torch.stack(tokens, 1).where(torch.arange(len(parents)) < nodes_B[:, None], 0)
+        draft = Draft(tokens_BN, parents_BN, nodes_B)
         return replace(draft, draft_probs_BMW=torch.stack(draft_probs, 1), vocab_W=self.vocab_W) if drawn else draft
 
 
@@ -126,7 +126,7 @@ def test_a_distribution_that_is_none_is_refused_with_its_depth(shape: str, bad: 
             verify(replace(draft, draft_probs_BMW=draft_probs), logits, sampling, noise)
     # Nobody reads the distribution at temperature 0, nor that of nodes which are padding.
     verify(replace(draft, draft_probs_BMW=draft_probs), logits, Sampling(), noise)
-    verify(replace(draft, draft_probs_BMW=draft_probs, count_B=torch.full((400,), 2)), logits, sampling, noise)
+    verify(replace(draft, draft_probs_BMW=draft_probs, nodes_B=torch.full((400,), 2)), logits, sampling, noise)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -147,7 +147,7 @@ def test_nan_beside_the_drafted_token_is_refused_where_it_would_reach_the_text(s
 def test_logits_that_are_not_finite_are_named(shape: str, typical: Typical | None, sampling: Sampling) -> None:
     toy, noise = Toy(), no_noise(3)
     draft = toy.propose(shape, torch.full((3,), ROOT), noise, Sampling(1.0), drawn=False)
-    draft = replace(draft, count_B=torch.tensor([2, 3, 1]))
+    draft = replace(draft, nodes_B=torch.tensor([2, 3, 1]))
     good = toy.target_VV[draft.tokens_BN]
     for bad in (torch.nan, torch.inf):
         logits = good.clone()

@@ -200,7 +200,7 @@ class Row:
 
     @classmethod
     def of(cls, case: Case, b: int, sampling: Sampling) -> "Row":
-        draft, count = case.draft, int(case.draft.count_B[b])
+        draft, count = case.draft, int(case.draft.nodes_B[b])
         draft_probs = None
         if draft.draft_probs_BMW is not None and not sampling.greedy:
             assert draft.vocab_W is not None
@@ -275,7 +275,7 @@ def test_nothing_is_left_on_the_cpu(kind: str, sampling: Sampling) -> None:
     with far_device() as far:
         draft_probs = None if draft.draft_probs_BMW is None else draft.draft_probs_BMW.to(far)
         vocab = None if draft.vocab_W is None else draft.vocab_W.to(far)
-        moved = Draft(draft.tokens_BN.to(far), draft.parents_BN.to(far), draft.count_B.to(far), draft_probs, vocab)
+        moved = Draft(draft.tokens_BN.to(far), draft.parents_BN.to(far), draft.nodes_B.to(far), draft_probs, vocab)
         noise = Given.of(case.noise.accept_BN.to(far), case.noise.emit_BN.to(far))
         assert decisions(Case(moved, case.logits.to(far), case.seen.to(far), noise), sampling) == here
 

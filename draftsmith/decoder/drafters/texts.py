@@ -60,8 +60,8 @@ def pack(root_B: Tensor, rows: Sequence[Branches], *, linear: bool) -> Draft:
     parents = [[-1, *row.parents, *padding[len(row.parents) :]] for row in rows]
     tokens_BK = torch.tensor(tokens, dtype=torch.long, device=root_B.device)
     parents_BN = torch.tensor(parents, device=root_B.device)
-    count_B = torch.tensor([1 + len(row.tokens) for row in rows], device=root_B.device)
-    return Draft(torch.cat([root_B[:, None], tokens_BK], 1), parents_BN, count_B, linear=linear)
+    nodes_B = torch.tensor([1 + len(row.tokens) for row in rows], device=root_B.device)
+    return Draft(torch.cat([root_B[:, None], tokens_BK], 1), parents_BN, nodes_B, linear=linear)
 
 
 class TextDrafter:

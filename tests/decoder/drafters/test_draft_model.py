@@ -64,7 +64,7 @@ class Spy(KnowsTexts, DraftModel):
         return draft
 
     def _check(self, state: DecodeState, draft: Draft, row: int, known: list[int]) -> None:
-        drafted = draft.tokens_BN[row, 1 : int(draft.count_B[row])].tolist()
+        drafted = draft.tokens_BN[row, 1 : int(draft.nodes_B[row])].tolist()
         assert len(drafted) == min(self.num_speculative_tokens, int(state.limit_B[row]))
         uniform = uniforms(state.keys_B[row, None], state.length_B[row, None], DRAFT, len(drafted))[0]
         for k, token in enumerate(drafted):

@@ -34,7 +34,7 @@ def propose(drafter: KnownAcceptance, places: list[int], keys: list[int], limits
     new_tokens = NewTokens(zeros[:, None], torch.zeros(len(places), 1, 0), torch.zeros(len(places), 1, 0), zeros)
     state = DecodeState(zeros, torch.tensor(places), torch.tensor(limits), torch.tensor(keys), new_tokens, Sampling())
     draft = drafter.propose(state)
-    pairs = zip(draft.tokens_BN.tolist(), draft.count_B.tolist(), strict=True)
+    pairs = zip(draft.tokens_BN.tolist(), draft.nodes_B.tolist(), strict=True)
     return [tokens[1:count] for tokens, count in pairs]
 
 

@@ -41,7 +41,7 @@ def most_likely(target: Target, ids: list[int]) -> int:
 def paths(draft: Draft, row: int) -> set[tuple[int, ...]]:
     """All paths of a row's draft down to each of its tokens."""
     found: dict[int, tuple[int, ...]] = {0: ()}
-    for node in range(1, int(draft.count_B[row])):
+    for node in range(1, int(draft.nodes_B[row])):
         found[node] = (*found[int(draft.parents_BN[row, node])], int(draft.tokens_BN[row, node]))
     return {path for path in found.values() if path}
 

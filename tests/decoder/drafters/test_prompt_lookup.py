@@ -62,7 +62,7 @@ def test_of_several_occurrences_the_first_is_taken_as_in_transformers() -> None:
 
 
 def proposed(draft: Draft) -> list[list[int]]:
-    return [tokens[1:count] for tokens, count in zip(draft.tokens_BN.tolist(), draft.count_B.tolist(), strict=True)]
+    return [tokens[1:count] for tokens, count in zip(draft.tokens_BN.tolist(), draft.nodes_B.tolist(), strict=True)]
 
 
 @pytest.fixture(scope="module")

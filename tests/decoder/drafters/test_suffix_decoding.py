@@ -158,7 +158,7 @@ class Spy(KnowsTexts, SuffixDecoding):
         for row, text in self.remember(state):
             most = min(self.num_speculative_tokens, int(state.limit_B[row]))
             expected = speculate(np.array(text), most, self.rules, self.outputs)
-            count = int(draft.count_B[row])
+            count = int(draft.nodes_B[row])
             assert draft.tokens_BN[row, 1:count].tolist() == expected.tokens
             assert draft.parents_BN[row, 1:count].tolist() == expected.parents
             self.checked, self.drafted = self.checked + 1, self.drafted + (count > 1)

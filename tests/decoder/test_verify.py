@@ -8,7 +8,7 @@ from torch import Tensor
 
 from draftsmith.decoder import verify as verifier
 from draftsmith.decoder.draft import Draft
-from draftsmith.decoder.sampling import ACCEPT, DRAFT, EMIT, Sampling, draw, draw_children, penalize, probs, uniforms
+from draftsmith.decoder.sampling import DRAFT, EMIT, Sampling, draw, draw_children, probs, uniforms
 from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict, verify
 from draftsmith.errors import UserError
 
@@ -78,12 +78,6 @@ def test_the_target_alone_draws_with_the_first_number_of_its_position() -> None:
     # A drafter of chains that may draft nothing hands over no distribution.
     drawn = replace(alone, draft_probs_BMW=torch.zeros(50, 0, 4), vocab_W=torch.tensor([0, 1, 3, 4]))
     assert torch.equal(verify(drawn, logits, Sampling(1.0), Noise(keys, position)).next_B, expected)
-
-
-def test_levels_and_siblings_have_independent_numbers() -> None:
-    noise = no_noise(50_000)
-    numbers = torch.cat([noise.draw(stream, 4) for stream in (DRAFT, ACCEPT, EMIT)], 1)
-    assert torch.corrcoef(numbers.T).fill_diagonal_(0).abs().max() < 0.02
 
 
 def test_tokens_outside_the_draft_vocabulary_are_skipped() -> None:
@@ -174,13 +168,7 @@ def test_typical_acceptance_reads_penalized_logits(shape: str) -> None:
     draft = toy.propose(shape, torch.full((300,), ROOT), noise, sampling, drawn=False)
     logits = 2 * torch.randn(300, draft.tokens_BN.shape[1], V, generator=torch.Generator().manual_seed(0))
     seen = torch.zeros(300, V, dtype=torch.bool).index_fill_(1, torch.tensor([PROMPT, ROOT]), True)
-    by_hand = logits.clone()
-    for node, parent in enumerate(SHAPES[shape]):
-        path = [node]
-        while parent >= 0:
-            path, parent = [*path, parent], SHAPES[shape][parent]
-        here = seen.scatter(1, draft.tokens_BN[:, path], True)
-        by_hand[:, node] = penalize(logits[:, node], here, 3.0)
     found = facts(verify(draft, logits, sampling, noise, rule, seen))
-    assert found == facts(verify(draft, by_hand, Sampling(0.8), noise, rule))
+    penalized = verifier.penalize_nodes(draft, logits, seen, 3.0)
+    assert found == facts(verify(draft, penalized, Sampling(0.8), noise, rule))
     assert found != facts(verify(draft, logits, Sampling(0.8), noise, rule))

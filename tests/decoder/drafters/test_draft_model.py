@@ -66,6 +66,7 @@ class Spy(KnowsTexts, DraftModel):
     def _check(self, state: DecodeState, draft: Draft, row: int, known: list[int]) -> None:
         drafted = draft.tokens_BN[row, 1 : int(draft.nodes_B[row])].tolist()
         assert len(drafted) == min(self.num_speculative_tokens, int(state.limit_B[row]))
+        assert (draft.draft_probs_BMW is None) == (self.greedy_drafts or state.sampling.greedy)
         uniform = uniforms(state.keys_B[row, None], state.length_B[row, None], DRAFT, len(drafted))[0]
         for k, token in enumerate(drafted):
             whole = torch.tensor([[*known, *drafted[:k]]]).clamp(max=self.model.vocab_size - 1)
@@ -80,16 +81,18 @@ class Spy(KnowsTexts, DraftModel):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(0.8, top_k=20, top_p=0.9)], ids=str)
-@pytest.mark.parametrize(("vocab_size", "rows"), [(V, 1), (V - 16, 3), (V + 16, 6)])
-def test_drafts_are_those_of_plain_forwards(sampling: Sampling, vocab_size: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("vocab_size", "rows", "greedy"), [(V, 1, False), (V - 16, 3, False), (V + 16, 6, False), (V, 2, True)]
+)
+def test_drafts_are_those_of_plain_forwards(sampling: Sampling, vocab_size: int, rows: int, greedy: bool) -> None:
     """Ragged prompts, rows that end early and are taken over, vocabularies padded differently."""
     target, asked = make_target(), requests((16, 3, 11, 1, 14, 8))
-    spy = Spy(make_draft(vocab_size), 3, target.vocab_size)
-    make = lambda: DraftModel(make_draft(vocab_size), 3, target.vocab_size)  # noqa: E731
+    spy = Spy(make_draft(vocab_size), 3, target.vocab_size, greedy_drafts=greedy)
+    make = lambda: DraftModel(make_draft(vocab_size), 3, target.vocab_size, greedy_drafts=greedy)  # noqa: E731
     found = decode_together_and_alone(target, spy, make, asked, sampling, rows)
     assert spy.checked > 25
     accepted = {r.accepted for g in found for r in g.rounds}
-    assert {0, 3} <= accepted, "drafts are rejected at once and accepted to their end"
+    assert {0, 1 if greedy and not sampling.greedy else 3} <= accepted, "rejected at once and accepted to their end"
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
@@ -101,14 +104,6 @@ def test_a_model_accepts_all_of_its_own_drafts(sampling: Sampling, length: int) 
         assert all(r.accepted == r.drafted for r in generation.rounds)
         tokens = len(generation.output_ids) - 1
         assert len(generation.rounds) == -(-tokens // (length + 1))
-
-
-def test_greedy_drafts_have_no_distribution() -> None:
-    target, sampling = make_target(), Sampling(1.0)
-    spy = Spy(make_draft(), 3, target.vocab_size, greedy_drafts=True)
-    found = decode_batch(target, spy, requests((8,) * 6), sampling, rows=2).generations
-    assert spy.checked > 25
-    assert sum(r.accepted for g in found for r in g.rounds) > 0
 
 
 @pytest.mark.parametrize("vocab_size", [V, V - 16])

@@ -1,28 +1,12 @@
 """Suffix decoding against brute force: every substring counted at every place, every path of the draft by its counts."""
 
-from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 
-from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import DecodeState, Draft, TargetAlone
-from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules, speculate
+from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixRules, speculate
 from draftsmith.decoder.drafters.texts import Branches
-from draftsmith.decoder.sampling import Sampling
-from draftsmith.eval.simulate.headless import simulate_suffix_decoding
-from draftsmith.target.target import Target
-from tests.decoder.spies import (
-    KnowsTexts,
-    check_simulated,
-    decode_together_and_alone,
-    looping_target,
-)
-from tests.decoder.spies import (
-    repeating_requests as requests,
-)
-from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
 
@@ -141,66 +125,3 @@ def test_earlier_outputs_are_matched_one_by_one() -> None:
     assert speculate(np.array([5, 6]), 4, SuffixRules(), outputs).tokens == [7]
     # The text's own continuation is taken where both are certain.
     assert speculate(np.array([6, 9, 6]), 1, SuffixRules(), outputs).tokens == [9]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return looping_target()
-
-
-class Spy(KnowsTexts, SuffixDecoding):
-    """Checks that every proposal is that of the row's own text."""
-
-    checked = drafted = 0
-
-    def propose(self, state: DecodeState) -> Draft:
-        draft = super().propose(state)
-        for row, text in self.remember(state):
-            most = min(self.num_speculative_tokens, int(state.limit_B[row]))
-            expected = speculate(np.array(text), most, self.rules, self.outputs)
-            count = int(draft.nodes_B[row])
-            assert draft.tokens_BN[row, 1:count].tolist() == expected.tokens
-            assert draft.parents_BN[row, 1:count].tolist() == expected.parents
-            self.checked, self.drafted = self.checked + 1, self.drafted + (count > 1)
-        return draft
-
-
-RULES = [SuffixRules(), SuffixRules(alpha=3, tree=True, min_token_prob=0.05)]
-
-
-@pytest.mark.parametrize("rules", RULES, ids=str)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=8)], ids=str)
-def test_in_a_batch_that_changes_texts_and_drafts_are_right(
-    target: Target, sampling: Sampling, rules: SuffixRules
-) -> None:
-    asked = [replace(r, max_new_tokens=n) for r, n in zip(requests(6), (24, 3, 12, 1, 24, 9), strict=True)]
-    outputs = Outputs([g.output_ids for g in decode_batch(target, TargetAlone(), asked[:2], sampling).generations])
-    spy = Spy(4, rules, outputs)
-    decode_together_and_alone(target, spy, lambda: SuffixDecoding(4, rules, outputs), asked, sampling, 2)
-    assert spy.checked >= spy.drafted > 5
-
-
-@pytest.mark.parametrize("rules", RULES, ids=str)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=8)], ids=str)
-@pytest.mark.parametrize("length", [1, 3, 5])
-def test_the_simulation_is_what_was_decoded(
-    target: Target, sampling: Sampling, length: int, rules: SuffixRules
-) -> None:
-    """At any temperature: what was proposed, all nodes of a tree, what was accepted, and how often nothing was proposed."""
-    outputs = Outputs([g.output_ids for g in decode_batch(target, TargetAlone(), requests(2), sampling).generations])
-    found = decode_batch(target, SuffixDecoding(length, rules, outputs), requests(6), sampling, rows=3).generations
-    decoded = check_simulated(found, simulate_suffix_decoding(found, 5, rules, outputs).tallies, length)
-    assert decoded.accepted_K[0] > 0
-
-
-@pytest.mark.parametrize("rules", RULES, ids=str)
-def test_answers_that_end_early_are_simulated_as_they_were_drafted(rules: SuffixRules) -> None:
-    """A decoder does not know where an answer will end, so its drafts may go further."""
-    model = tiny_model("llama", initializer_range=0.06)
-    plain = Target(model, path="tiny", fingerprint="0")
-    *_, answer = decode_batch(plain, TargetAlone(), requests(6), Sampling()).generations
-    model.generation_config.eos_token_id = answer.output_ids[11]  # where it leaves a loop
-    ending = Target(model, path="tiny", fingerprint="0")
-    found = decode_batch(ending, SuffixDecoding(5, rules, NONE), requests(6), Sampling()).generations
-    assert any(g.finish_reason == "eos" and g.rounds for g in found)
-    check_simulated(found, simulate_suffix_decoding(found, 5, rules, NONE).tallies, 5)

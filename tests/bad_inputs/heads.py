@@ -88,40 +88,36 @@ _BAD_SIZES: tuple[Any, ...] = (0, -1, 10**9, "64", None, 2.5, [2], True)
 _CONFIGS = (
     *(
         layer(f"{key}-{value!r}", **{key: value})
-        for key in ("intermediate_size", "num_attention_heads")
-        for value in _BAD_SIZES
+        for key, values in {
+            "intermediate_size": _BAD_SIZES,
+            "num_attention_heads": _BAD_SIZES,
+            "num_key_value_heads": (0, -1, 10**9, "2", 3),
+            "head_dim": (0, -1, 10**9, "16"),
+            "hidden_act": ("relu9",),
+            "rms_norm_eps": ("small",),
+            "rope_parameters": ("yarn", {"rope_type": "spiral", "rope_theta": 1e4}),
+        }.items()
+        for value in values
     ),
-    *(layer(f"num_key_value_heads-{value!r}", num_key_value_heads=value) for value in (0, -1, 10**9, "2", 3)),
-    *(layer(f"head_dim-{value!r}", head_dim=value) for value in (0, -1, 10**9, "16")),
-    layer("act-unknown", hidden_act="relu9"),
-    layer("eps-text", rms_norm_eps="small"),
-    layer("rope-text", rope_parameters="yarn"),
-    layer("rope-unknown", rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
-    config("layer_config-list", layer_config=[]),
-    config("layer_config-missing", layer_config=...),
-    option("many-layers", num_hidden_layers=10**9),
-    option("no-layers", num_hidden_layers=0),
-    option("layers-text", num_hidden_layers="one"),
-    option("unknown", colour="red"),
-    option("many-steps", ttt_steps=10**9),
-    config("options-list", options=[1]),
-    config("options-null", options=None),
     *(
-        config(f"layer_ids-{value!r}", "layer_ids", layer_ids=value)
-        for value in ([5, 3, 1], [1, 3, 99], ["a"], [-1, 0, 1])
+        option(f"{key}-{value!r}", **{key: value})
+        for key, values in {"num_hidden_layers": (10**9, 0, "one"), "colour": ("red",), "ttt_steps": (10**9,)}.items()
+        for value in values
     ),
-    config("layer_ids-null", layer_ids=None),
-    config("layer_ids-text", layer_ids="1,3,5"),
-    config("layer_ids-object", layer_ids={"a": 1}),
+    *(
+        config(f"{key}-{value!r}", **{key: value})
+        for key, values in {
+            "layer_config": ([], ...),
+            "options": ([1], None),
+            "layer_ids": (None, "1,3,5", {"a": 1}),
+            "method": (3, ["eagle3"], "medusa", ...),
+            "schema_version": (2, "1"),
+            "target": ("llama", []),
+        }.items()
+        for value in values
+    ),
+    *(config(f"ids-{ids!r}", "layer_ids", layer_ids=ids) for ids in ([5, 3, 1], [1, 3, 99], ["a"], [-1, 0, 1])),
     config("method-unknown", "eagle99", method="eagle99"),
-    config("method-number", method=3),
-    config("method-list", method=["eagle3"]),
-    config("method-other", method="medusa"),
-    config("method-missing", method=...),
-    config("schema-next", schema_version=2),
-    config("schema-text", schema_version="1"),
-    config("target-text", target="llama"),
-    config("target-list", target=[]),
     *damaged(CONFIG, name="config"),
 )
 _TENSORS = (

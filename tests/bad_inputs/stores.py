@@ -48,40 +48,37 @@ _INDEX = (
     *damaged(INDEX, name="index", without="cut"),
     Case("index-cut", cut(INDEX, 0.5), (INDEX, "is not JSON")),
     index("schema-next", "schema_version 99", schema_version=99),
-    index("schema-text", schema_version="1"),
     Case("index-incomplete", edit_json(INDEX, complete=False), ("not complete",)),
-    index("complete-text", complete="yes"),
-    index("layers-text", layer_ids="0,2"),
-    index("layers-number", layer_ids=3),
-    index("layers-texts", layer_ids=["0", "2"]),
     *(index(f"dtype-{value}", "which no store has", dtype=value) for value in ("int4", 3, ["float32"])),
-    index("hidden-text", hidden_size="4"),
-    index("hidden-negative", hidden_size=-4),
-    index("vocab-null", vocab_size=None),
-    index("fingerprint-number", fingerprint=5),
-    index("shard_bytes-text", shard_bytes="many"),
-    index("no-shards", shards=...),
-    index("shards-object", shards={}),
-    index("shards-text", shards="none"),
-    index("shards-numbers", shards=[1]),
-    index("shards-empty-objects", shards=[{}]),
+    *(
+        index(f"{key}-{value!r}", **{key: value})
+        for key, values in {
+            "schema_version": ["1"],
+            "complete": ["yes"],
+            "layer_ids": ["0,2", 3, ["0", "2"]],
+            "hidden_size": ["4", -4],
+            "vocab_size": [None],
+            "fingerprint": [5],
+            "shard_bytes": ["many"],
+            "shards": [..., {}, "none", [1], [{}]],
+        }.items()
+        for value in values
+    ),
 )
 _SHARDS = (
-    shard("outside", file="../shard-00000.safetensors"),
-    shard("absolute", file="/etc/passwd"),
-    shard("file-number", file=3),
-    shard("file-none", file=""),
-    shard("bytes-text", bytes="many"),
-    shard("sha-number", sha256=1),
-    shard("other-key", colour="red"),
-    shard("key-missing", lengths=...),
-    shard("ids-text", ids="abc"),
-    shard("ids-numbers", ids=[1, 2, 3]),
-    shard("slices-short", slices=["chat"]),
-    shard("lengths-texts", lengths=["3", "4", "5"]),
-    shard("lengths-negative", lengths=[-3, 10, 5]),
-    shard("lengths-of-equal-sum", lengths=[4, 3, 5]),
-    shard("lengths-of-another-sum", lengths=[3, 4, 50]),
+    *(
+        shard(f"{key}-{value!r}", **{key: value})
+        for key, values in {
+            "file": ["../shard-00000.safetensors", "/etc/passwd", 3, ""],
+            "bytes": ["many"],
+            "sha256": [1],
+            "colour": ["red"],
+            "ids": ["abc", [1, 2, 3]],
+            "slices": [["chat"]],
+            "lengths": [..., ["3", "4", "5"], [-3, 10, 5], [4, 3, 5], [3, 4, 50]],
+        }.items()
+        for value in values
+    ),
     shard("lengths-short", "do not add up", SHARD, lengths=[3, 4]),
     *damaged(SHARD, name="shard-file", without="cut missing"),
     Case("shard-missing", remove(SHARD), (SHARD, "missing")),

@@ -89,33 +89,24 @@ _REFUSALS = [
     "ESTALE",
     "EBUSY",
 ]
+_WRITERS = ("text", "torch", "tensors", "folder", "lock")
 
 TABLE = Table(
     "system",
     make,
     read,
     (
+        *(case(f"{w}-{n}", (word,), way=w, path=path) for w in _WRITERS for n, (path, word) in _NAMES.items()),
+        *(case(f"{w}-{n}", ("new.json",), way=w, refusal=getattr(errno, n)) for w in _WRITERS for n in _REFUSALS),
         *(
-            case(f"{way}-{name}", (word,), way=way, path=path)
-            for way in ("text", "torch", "tensors", "folder", "lock")
-            for name, (path, word) in _NAMES.items()
+            case(f"{w}-over-a-folder", ("a-folder", "folder"), way=w, path="a-folder")
+            for w in _WRITERS
+            if w != "folder"
         ),
+        *(case(f"{w}-too-large", ("ulimit -f",), way=w, limit=[resource.RLIMIT_FSIZE, 20_000]) for w in _WRITERS[:4]),
         *(
-            case(f"{way}-refused-{name}", ("new.json",), way=way, refusal=getattr(errno, name))
-            for way in ("text", "torch", "tensors", "folder", "lock")
-            for name in _REFUSALS
-        ),
-        *(
-            case(f"{way}-over-a-folder", ("a-folder", "folder"), way=way, path="a-folder")
-            for way in ("text", "torch", "tensors", "lock")
-        ),
-        *(
-            case(f"{way}-larger-than-allowed", ("ulimit -f",), way=way, limit=[resource.RLIMIT_FSIZE, 20_000])
-            for way in ("text", "torch", "tensors", "folder")
-        ),
-        *(
-            case(f"{way}-too-many-open", ("ulimit -n",), way=way, limit=[resource.RLIMIT_NOFILE, 3])
-            for way in ("text", "lock")
+            case(f"{w}-too-many-open", ("ulimit -n",), way=w, limit=[resource.RLIMIT_NOFILE, 3])
+            for w in ("text", "lock")
         ),
         case("lock-is-a-link", ("link to",), way="lock", path="a-link"),
         case("lock-is-a-dangling-link", ("link to",), way="lock", path="a-dangling-link"),

@@ -70,58 +70,44 @@ def _reshape(tensors: dict[str, torch.Tensor]) -> None:
 
 _BAD_SIZES: tuple[Any, ...] = (0, -1, "64", None, 1.5, True, [64], {}, 10**12)
 _SIZES = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_NAMED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_SIZES, _BAD_SIZES),
+    **dict.fromkeys(("num_key_value_heads", "head_dim"), (0, "2", -4)),
+    "num_hidden_layers": (*_BAD_SIZES, 1_000_000),
+    "intermediate_size": (0, "96", -1, 2.5, []),
+    "max_position_embeddings": (0, "256", -1),
+    "hidden_act": (3, ["silu"]),
+    "dtype": ("float12", 16, "int8"),
+    "rms_norm_eps": ("small", [1e-6], -1.0),
+    "model_type": (7,),
+    "architectures": ("LlamaForCausalLM", [1]),
+    "eos_token_id": ("two", [[2]], [2, "x"], 2.5, True, {"id": 2}),
+    "tie_word_embeddings": ("yes",),
+    "text_config": ([],),
+    "layer_types": ("full", ["full_attention"]),
+    "quantization_config": ("int4",),
+}
+"""Values of keys that the sentence names."""
 _CONFIGS = (
-    *(config(f"{key}-{value!r}", **{key: value}) for key in _SIZES for value in _BAD_SIZES),
-    *(
-        config(f"{key}-{value!r}", **{key: value})
-        for key in ("num_key_value_heads", "head_dim")
-        for value in (0, "2", -4)
-    ),
-    *(config(f"intermediate_size-{value!r}", intermediate_size=value) for value in (0, "96", -1, 2.5, [])),
-    *(config(f"max_position_embeddings-{value!r}", max_position_embeddings=value) for value in (0, "256", -1)),
+    *(config(f"{key}-{value!r}", **{key: value}) for key, values in _NAMED.items() for value in values),
     config("heads-no-multiple", ("num_attention_heads",), num_attention_heads=3),
     config("other-hidden", (), hidden_size=32),
-    config("other-vocab", (), vocab_size=161),
-    config("other-vocab-huge", (), vocab_size=50_000_000),
-    config("more-layers", (), num_hidden_layers=3),
-    config("many-layers", (), num_hidden_layers=9_000),
-    config("million-layers", num_hidden_layers=1_000_000),
-    config("other-intermediate", (), intermediate_size=97),
-    config("huge-intermediate", (), intermediate_size=2**31 - 1),
+    *(config(f"vocab-{size}", (), vocab_size=size) for size in (161, 50_000_000)),
+    *(config(f"layers-{count}", (), num_hidden_layers=count) for count in (3, 9_000)),
+    *(config(f"wide-{size}", (), intermediate_size=size) for size in (97, 2**31 - 1)),
     config("activation-unknown", ("relu9",), hidden_act="relu9"),
-    config("activation-number", hidden_act=3),
-    config("activation-list", hidden_act=["silu"]),
-    config("dtype-unknown", ("dtype",), dtype="float12"),
-    config("dtype-number", ("dtype",), dtype=16),
-    config("dtype-int", ("dtype",), dtype="int8"),
-    config("eps-text", rms_norm_eps="small"),
-    config("eps-null-list", rms_norm_eps=[1e-6]),
-    config("eps-negative", rms_norm_eps=-1.0),
-    config("rope-text", ("rope",), rope_parameters="yarn"),
-    config("rope-list", ("rope",), rope_parameters=[1]),
-    config("rope-unknown", ("spiral",), rope_parameters={"rope_type": "spiral", "rope_theta": 1e4}),
-    config("rope-theta-text", ("rope_theta",), rope_parameters={"rope_type": "default", "rope_theta": "big"}),
-    config("rope-theta-zero", ("rope_theta",), rope_parameters={"rope_type": "default", "rope_theta": 0}),
+    *(config(f"rope-{value}", ("rope",), rope_parameters=value) for value in ("yarn", [1])),
+    config("rope-unknown", ("spiral",), rope_parameters=_ROPE | {"rope_type": "spiral"}),
+    *(config(f"theta-{it}", ("rope_theta",), rope_parameters=_ROPE | {"rope_theta": it}) for it in ("big", 0)),
     config("model_type-unknown", ("gpt-99",), model_type="gpt-99"),
-    config("model_type-number", model_type=7),
     config("model_type-missing", (), model_type=..., architectures=...),
     config("model_type-encoder", ("t5",), model_type="t5"),
-    config("architectures-text", architectures="LlamaForCausalLM"),
-    config("architectures-numbers", architectures=[1]),
-    config("eos-text", eos_token_id="two"),
-    *(config(f"eos-{value!r}", eos_token_id=value) for value in ([[2]], [2, "x"], 2.5, True)),
-    Case("config-eos-beyond", _only_config(eos_token_id=160), ("eos_token_id", "token 160")),
-    Case("config-eos-below", _only_config(eos_token_id=-1), ("eos_token_id", "token -1")),
+    *(Case(f"eos-{it}", _only_config(eos_token_id=it), ("eos_token_id", f"token {it}")) for it in (160, -1)),
     *(
         Case(f"generation-eos-{value!r}", edit_json("generation_config.json", eos_token_id=value), ("eos_token_id",))
         for value in ("two", -1, 160, 10**9, [[2]], [2, [3]], [2, "x"], [2, 200], {"a": 1}, True, [None])
     ),
-    config("eos-object", eos_token_id={"id": 2}),
-    config("tie-text", tie_word_embeddings="yes"),
-    config("text_config-list", text_config=[]),
-    config("layer_types-text", layer_types="full"),
-    config("layer_types-short", layer_types=["full_attention"]),
-    config("quantization-text", quantization_config="int4"),
     *damaged(CONFIG, name="config"),
 )
 _OF_JSON = "list null deep long-integer half-surrogate"

@@ -16,9 +16,10 @@ from tests.bad_inputs.cases import Case, Table, check_sentence
 pytestmark = pytest.mark.full
 
 TABLES: tuple[Table, ...] = tuple(
-    module.TABLE
+    value
     for found in pkgutil.iter_modules(tests.bad_inputs.__path__)
-    if hasattr(module := importlib.import_module(f"tests.bad_inputs.{found.name}"), "TABLE")
+    for value in vars(importlib.import_module(f"tests.bad_inputs.{found.name}")).values()
+    if isinstance(value, Table)
 )
 CASES = [pytest.param(table, case, id=f"{table.kind}:{case.name}") for table in TABLES for case in table.cases]
 

@@ -1,15 +1,22 @@
-"""A miniature of everything that a run needs: target, data, prompts and a recipe."""
+"""A miniature of everything that a run needs: target, data, prompts, a recipe and an untrained head."""
 
 import hashlib
 import json
 from pathlib import Path
 
+import pytest
+import torch
 import yaml
 
+from draftsmith.cli.main import main
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.eagle3 import Eagle3Options
+from draftsmith.heads.eagle3 import head as eagle3
+from draftsmith.target.target import load_target
 from tests.helpers import save_target
 
 
-def make_workplace(folder: Path) -> Path:
+def make_workplace(folder: Path, prompts: int = 4) -> Path:
     """Put a tiny target with a tokenizer, conversations in two slices, prompts, and a recipe for them into `folder`."""
     save_target(folder / "target", initializer_range=0.08)
     for name, count in (("chat", 40), ("code", 40)):
@@ -18,12 +25,12 @@ def make_workplace(folder: Path) -> Path:
             for i in range(count)
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    prompts = [
+    asked = [
         {"id": f"p{i}", "slice": ("chat", "code")[i % 2], "messages": [{"role": "user", "content": f"number {i}?"}]}
-        for i in range(4)
+        for i in range(prompts)
     ]
-    prompts[0]["reference"] = "0?"
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in prompts))
+    asked[0]["reference"] = "0?"
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in asked))
     recipe = {
         "name": "mini",
         "target": {"path": str(folder / "target"), "device": "cpu"},
@@ -69,3 +76,20 @@ def digests(run: Path) -> dict[str, str]:
         for path in sorted(run.rglob("*"))
         if path.is_file() and path.name not in ("summary.json",) and "step_" not in str(path)
     }
+
+
+def save_untrained(workplace: Path) -> Path:
+    """Save an EAGLE-3 head for the workplace's target that has learnt nothing; return its folder."""
+    target = load_target(str(workplace / "target"))
+    torch.manual_seed(0)
+    save_head(eagle3.build(Eagle3Options([2, 4, 6]), target, None), workplace / "head", target)
+    return workplace / "head"
+
+
+def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that must fail with one sentence; return it."""
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    (line,) = [line for line in error.splitlines() if line.startswith("draftsmith: ")]
+    return line

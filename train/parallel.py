@@ -24,8 +24,8 @@ from draftsmith.foreign.json import read_object
 from draftsmith.foreign.yaml import read_yaml
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput
 from draftsmith.machine import faster_in_bf16
+from draftsmith.recipe.parse import find_file
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.recipe.shipped import find_file
 from draftsmith.train.world import world
 
 FSDP, DEEPSPEED = "FSDP", "DEEPSPEED"

@@ -22,7 +22,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.foreign.json import read_json_lines
 from draftsmith.progress import Bar
-from draftsmith.storage import atomic_path, explain_os_error, fingerprint
+from draftsmith.storage import explain_os_error, fingerprint
 from draftsmith.target.target import Target
 
 BATCHES_PER_CHUNK = 4
@@ -39,12 +39,13 @@ def regenerate(
     seed: int,
     batch: int = 64,
     servers: Sequence[AnswerServer] = (),
+    kept: Sequence[Path] = (),
 ) -> Path:
     """Answer every prompt and stream the answers to `path`; resumes from what an interrupted run left.
 
     Random numbers depend on `seed` and the id of the conversation only. Works in chunks of a few batches, with prompts of
     similar length together so that little is padding. A chunk that was cut off is done again, so that the final file does
-    not depend on interruptions. Answers that `keep` set aside are taken where the prompt is the same. `servers`, where there are
+    not depend on interruptions. kept: files of earlier answers, taken where the prompt is the same. `servers`, where there are
     any, answer for the target, by random numbers of their own; then every whole answer stays.
     """
     if path.exists():
@@ -58,15 +59,15 @@ def regenerate(
         if partial.is_symlink():
             raise UserError(f"{partial} is a link, which this run did not make: remove it, or choose another folder.")
         done = _keep_whole_chunks(partial, chunk_size, len(prompts))
-        kept = _Kept(kept_path(path))
+        earlier = _Earlier(kept)
         bar = Bar(total=len(prompts), initial=done, desc="answers", unit="answer")
         tokens = 0
-        asked = [r for r, p in zip(requests[done:], prompts[done:], strict=True) if servers and kept.offset(p) is None]
+        asked = [r for r, p in zip(requests[done:], prompts[done:], strict=True) if servers and earlier.line(p) is None]
         answers = answer_all(servers, asked, sampling, batch, target.vocab_size)
         with partial.open("ab") as file, bar, closing(answers) as served:
             for start in range(done, len(prompts), chunk_size):
                 chunk = range(start, min(start + chunk_size, len(prompts)))
-                lines = {i: line for i in chunk if (line := kept.line(prompts[i])) is not None}
+                lines = {i: line for i in chunk if (line := earlier.line(prompts[i])) is not None}
                 bar.skip(len(lines))
                 numbers = {id(requests[i]): i for i in chunk if i not in lines}
                 missing = sorted(
@@ -84,54 +85,31 @@ def regenerate(
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
-        kept_path(path).unlink(missing_ok=True)
     return path
 
 
-def kept_path(path: Path) -> Path:
-    """Return where the answers of an earlier list of prompts lie while those of a new list are made."""
-    return path.with_suffix(path.suffix + ".kept")
+class _Earlier:
+    """Earlier answers: where each lies in its file, by id, slice and tokens of its prompt; the first of two to a prompt counts."""
 
-
-def keep(path: Path) -> None:
-    """Set the finished and unfinished answers at `path` aside for `regenerate` with another list of prompts.
-
-    Whoever is killed meanwhile can call it again: the first of two answers to a prompt counts.
-    """
-    partial, kept = path.with_suffix(path.suffix + ".partial"), kept_path(path)
-    sources = [source for source in (path, partial, kept) if source.exists()]
-    with explain_os_error(kept), atomic_path(kept) as temporary, temporary.open("wb") as file:
-        for source in sources:
-            with source.open("rb") as lines:
-                file.writelines(line for line in lines if line.endswith(b"\n"))
-    path.unlink(missing_ok=True)
-    partial.unlink(missing_ok=True)
-
-
-class _Kept:
-    """The answers that `keep` set aside: where each lies in their file, by id, slice and tokens of its prompt."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._offsets = path, dict[str, int]()
-        if not path.exists():
-            return
-        rows, offset = _rows(path), 0
-        with path.open("rb") as file:
-            for line, row in zip(file, rows, strict=True):
-                self._offsets.setdefault(fingerprint([row["id"], row["slice"], row["prompt_ids"]]), offset)
-                offset += len(line)
-
-    def offset(self, prompt: Prompt) -> int | None:
-        """Return where the line that answers this prompt begins; None where there is none."""
-        said = prompt.conversation
-        return self._offsets.get(fingerprint([said.id, said.slice, list(prompt.ids)])) if self._offsets else None
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._places = dict[str, tuple[Path, int]]()
+        for path in files:
+            if path.suffix == ".partial":
+                _keep_whole_chunks(path, 1, 0)
+            offset = 0
+            with path.open("rb") as file:
+                for line, row in zip(file, _rows(path), strict=True):
+                    self._places.setdefault(fingerprint([row["id"], row["slice"], row["prompt_ids"]]), (path, offset))
+                    offset += len(line)
 
     def line(self, prompt: Prompt) -> str | None:
         """Return the line that answers this prompt; None where there is none."""
-        if (offset := self.offset(prompt)) is None:
+        said = prompt.conversation
+        place = self._places and self._places.get(fingerprint([said.id, said.slice, list(prompt.ids)]))
+        if not place:
             return None
-        with self._path.open("rb") as file:
-            file.seek(offset)
+        with place[0].open("rb") as file:
+            file.seek(place[1])
             return file.readline().decode()
 
 

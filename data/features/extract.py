@@ -7,14 +7,15 @@ Ht target hidden size, V target vocab.
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from draftsmith.data.batch import Features, Tokenized
-from draftsmith.data.features.kept import KeptFeatures, discard, kept_path
 from draftsmith.data.features.store import (
+    INDEX_NAME,
     SHARD_BYTES,
     FeatureStore,
     FeatureWriter,
@@ -22,6 +23,7 @@ from draftsmith.data.features.store import (
     check_disk_space,
     estimate_bytes,
     parse_dtype,
+    read_index,
     readable_bytes,
 )
 from draftsmith.data.packing import plan_chunks, plan_passes
@@ -45,13 +47,14 @@ def extract(
     dtype: str = "auto",
     batch_tokens: int = BATCH_TOKENS,
     shard_bytes: int = SHARD_BYTES,
+    kept: Path | None = None,
 ) -> FeatureStore:
     """Run `target` over `samples` and return the store at `path`; continues where an earlier run stopped.
 
     layer_ids: aux layers to store, a superset of what any head will need. dtype: of the stored states, "auto" takes
     the target's. batch_tokens: tokens of one forward pass, padding included (a longer sample runs alone).
-    The files are the same whether or not the run was interrupted, for the same batch_tokens and machine. What `kept.keep` set aside
-    is taken where sample and target are the same.
+    The files are the same whether or not the run was interrupted, for the same batch_tokens and machine. kept: an earlier store,
+    taken where sample and target are the same.
     Raises UserError for bad layers, too long samples, too little disk space, or a store made from something else.
     """
     path, chosen, lengths = Path(path), tuple(layer_ids), [len(sample.ids) for sample in samples]
@@ -74,7 +77,7 @@ def extract(
     check_disk_space(path, size - sum(file.stat().st_size for file in path.glob("shard-*.safetensors")))
     writer = FeatureWriter(path, spec)
     done = writer.index.num_samples
-    kept = KeptFeatures(kept_path(path), spec)
+    earlier = _Earlier(kept, spec)
     total, already = sum(lengths), sum(lengths[:done])
     with Bar(total=total, initial=already, unit="tok", unit_scale=True, desc="extract") as bar:
         for chunk in plan_chunks(lengths, batch_tokens):
@@ -83,7 +86,7 @@ def extract(
             # A chunk that was interrupted is computed again as a whole: the same batches give the same bits.
             features: dict[int, Features] = {}
             for batch in chunk.batches:
-                features |= {i: known for i in batch if (known := kept.get(samples[i])) is not None}
+                features |= {i: known for i in batch if (known := earlier.get(samples[i])) is not None}
                 missing = [i for i in batch if i not in features]
                 if missing:
                     part = compute_features(target, [samples[i] for i in missing], chosen, spec.torch_dtype)
@@ -92,8 +95,36 @@ def extract(
             for index in range(max(chunk.start, done), chunk.end):
                 writer.add(features.pop(index))
     writer.finish()
-    discard(kept_path(path))
     return FeatureStore(path, fingerprint=target.fingerprint)
+
+
+class _Earlier:
+    """Features of an earlier list of samples, for those samples of a new one that are the same."""
+
+    def __init__(self, path: Path | None, spec: StoreSpec) -> None:
+        """path: None for none. spec: of the new store; another target's, dtype's or a store without its layers is left alone."""
+        self._store: FeatureStore | None = None
+        index = None if path is None or not (path / INDEX_NAME).exists() else read_index(path)
+        if (
+            path is not None
+            and index is not None
+            and index.complete
+            and set(spec.layer_ids) <= set(index.spec.layer_ids)
+        ):
+            same = ("fingerprint", "compute_dtype", "dtype", "hidden_size", "vocab_size")
+            if all(getattr(index.spec, name) == getattr(spec, name) for name in same):
+                self._store = FeatureStore(path)
+        self._places = {} if self._store is None else {name: place for place, name in enumerate(self._store.ids)}
+        self._layer_ids = spec.layer_ids
+
+    def get(self, sample: Tokenized) -> Features | None:
+        """Return the features of a sample with this id and these tokens and mask; None where there are none."""
+        index = self._places.get(sample.sample_id)
+        if self._store is None or index is None or self._store.lengths[index] != len(sample.ids):
+            return None
+        stored = self._store.get(index, self._layer_ids)
+        same = torch.equal(stored.ids, sample.ids.long()) and torch.equal(stored.mask, sample.mask.bool())
+        return replace(stored, slice=sample.slice) if same else None
 
 
 class OnlineSource:

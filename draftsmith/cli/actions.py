@@ -25,9 +25,8 @@ from draftsmith.eval.report.report import REPORT_MARKS, headline_table, write_re
 from draftsmith.eval.results.result import read_result
 from draftsmith.eval.training.history import read_history
 from draftsmith.recipe.options import require_recipe, take_options
-from draftsmith.recipe.parse import parse_recipe
+from draftsmith.recipe.parse import parse_recipe, shipped_names, shipped_text
 from draftsmith.recipe.schema import Recipe
-from draftsmith.recipe.shipped import shipped_names, shipped_text
 from draftsmith.stages.chat import Chat, converse
 from draftsmith.stages.data import look_at, samples_at_hand
 from draftsmith.stages.evaluation import costs_table, served_costs_table

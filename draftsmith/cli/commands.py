@@ -49,6 +49,24 @@ def read_converter_type(text: str) -> str:
     return text
 
 
+def diagnose(own: Namespace, words: list[str]) -> int:
+    """Carry out `draftsmith doctor`: check this machine, or with --head and --target whether they belong together."""
+    if words:
+        raise UserError(f"doctor takes --head and --target, or no options to check this machine, but not {words[0]}.")
+    if own.head is None and own.target is None:
+        from draftsmith.cli.doctor import run_doctor
+
+        return run_doctor()
+    if own.head is None or own.target is None:
+        lost = "--target" if own.head else "--head"
+        raise UserError(
+            f"doctor compares a head with a target, but {lost} is missing: give --head FOLDER --target PATH."
+        )
+    from draftsmith.cli.compatibility import run_fit
+
+    return run_fit(own.head, own.target)
+
+
 _read_temperature = number("0 (greedy), or a number up to 100", lambda value: 0 <= value <= 100)
 _read_count = whole_number("a number of at least 1")
 
@@ -242,7 +260,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": Command(
         "check this machine, or with --head and --target whether a head belongs to a target",
         _FIT,
-        "diagnosis:diagnose",
+        "commands:diagnose",
         takes_recipe=False,
     ),
 }

@@ -14,8 +14,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval.training.history import read_history, tell
 from draftsmith.heads.registry import find_method
 from draftsmith.progress import hush, said, say
+from draftsmith.recipe.parse import find_file
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.recipe.shipped import find_file
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import learned

@@ -1,21 +1,24 @@
-"""Reading recipes: YAML and dotted command-line overrides into a Recipe.
+"""Reading recipes, by file or by the name of an installed one: YAML and dotted command-line overrides into a Recipe.
 
 Unknown keys and wrong types are errors that name the key; `--section.key value` overrides the file.
 """
 
+import os
 import re
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, takewhile
+from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from jsonargparse import ArgumentError, ArgumentParser, ParserError, set_parsing_settings
 from yaml import MarkedYAMLError
 
-from draftsmith.errors import UserError, did_you_mean
+import draftsmith
+from draftsmith.errors import UserError, did_you_mean, one_line
 from draftsmith.fields import find_ranges, shown
 from draftsmith.foreign.yaml import parse_yaml, read_yaml
 from draftsmith.heads.losses.spec import describe_kinds
@@ -23,9 +26,11 @@ from draftsmith.heads.registry import find_method, method_names
 from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec
 from draftsmith.recipe.options import Option
 from draftsmith.recipe.schema import Recipe
-from draftsmith.recipe.shipped import find_file
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+FOLDER = Path(draftsmith.__file__).parent / "recipes"
+"""The installed recipes and launch files, found by name: "eagle3/tiny", "accelerate/ddp-8gpu"."""
 
 _KINDS = {
     "int": "a whole number",
@@ -256,3 +261,33 @@ def _sentence(message: str, parser: ArgumentParser, options: Sequence[Option] = 
         command = f"`{parser.prog} --method {parser.get_default('method')} --help`"
         return f"there is no key {key[:MOST_SHOWN]}{meant}: {command} lists every key."
     return f"{text[:400]}; see --help for every key and its type."
+
+
+def shipped_names() -> dict[str, str]:
+    """Return what is installed by name, and how the comment at its top begins: up to the first colon, semicolon or full stop."""
+    names = {}
+    for path in sorted(FOLDER.glob("*/*.yaml")):
+        lines = takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+        about = re.sub(r" \([^)]*\)", "", " ".join(line.strip("# ") for line in lines))
+        names[path.relative_to(FOLDER).with_suffix("").as_posix()] = re.split(r"[.:;](?: |$)", about)[0]
+    return names
+
+
+def find_file(name: str) -> str:
+    """Return the file of that name, else the installed one, whose name may begin with "recipes/" and lack its ending; a name that is
+    neither comes back as it is."""
+    inside = name.removeprefix("recipes/")
+    if os.path.exists(name) or not inside or os.path.isabs(inside) or ".." in Path(inside).parts:
+        return name
+    return next((str(FOLDER / one) for one in (inside, f"{inside}.yaml") if os.path.isfile(FOLDER / one)), name)
+
+
+def shipped_text(name: str) -> str:
+    """Return what the installed file of that name holds. Raises UserError where there is none."""
+    known = shipped_names()
+    short = name.removeprefix("recipes/").removesuffix(".yaml")
+    if short not in known:
+        raise UserError(
+            f"There is no recipe {one_line(name)}{did_you_mean(short, known)}: `draftsmith recipes` lists them."
+        )
+    return (FOLDER / f"{short}.yaml").read_text(encoding="utf-8")

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.answers.generate import keep as keep_answers
 from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.answers.served import AnswerServer, Likeness, likeness
 from draftsmith.data.batch import Tokenized
@@ -16,7 +15,6 @@ from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_all, tokenize_conversation
 from draftsmith.data.conversations.templates import prepare_prompts, render_text, template_name
 from draftsmith.data.features.extract import OnlineSource, extract
-from draftsmith.data.features.kept import keep as keep_features
 from draftsmith.data.features.store import FeatureSource, FeatureStore, read_index
 from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields
@@ -27,6 +25,8 @@ from draftsmith.train.world import world
 
 _LOOKED_AT = 64
 """Conversations that are rendered before the target is loaded."""
+_DATA = {"answers": {"conversations"}, "features": {"answers", "conversations"}}
+"""The inputs of a stage that say which data: where they alone changed, what it made is added to."""
 
 
 def answer_inputs(session: Session) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def answers_stage(session: Session) -> Path | None:
     path, inputs = answers_file(session), answer_inputs(session)
     # Only where some are named is it looked up twice whether the answers are there: a finished run needs no server.
     servers = _answer_servers(session) if spec.servers and not session.data.holds("answers", inputs) else []
-    _grow(session, "answers", inputs, {"conversations"}, keep_answers, path)
+    _grow(session, "answers", inputs, _DATA["answers"])
     if session.begin("answers", inputs):
         return path
     prompts = prepare_prompts(
@@ -105,6 +105,7 @@ def answers_stage(session: Session) -> Path | None:
         seed=recipe.seed,
         batch=spec.batch,
         servers=servers,
+        kept=session.data.kept("answers", _DATA["answers"]),
     )
     seconds = time.perf_counter() - started
     samples = read_answers(path).samples
@@ -136,9 +137,7 @@ def _compare(session: Session, samples: Sequence[Tokenized]) -> Likeness:
     return measured
 
 
-def _grow(
-    session: Session, stage: str, inputs: dict[str, Any], keys: set[str], keep: Callable[[Path], None], path: Path
-) -> None:
+def _grow(session: Session, stage: str, inputs: dict[str, Any], keys: set[str]) -> None:
     """Let a stage of which the data alone changed keep what it made for conversations that are still there.
 
     keys: the inputs that say which data. Raises UserError, before anything is moved, where a head was trained on the earlier data
@@ -159,8 +158,9 @@ def _grow(
             f"--output_dir, with --data_dir {run.path} to add to the {stage} there, or make it again with `draftsmith train "
             "--redo train`."
         )
-    run.grow(stage, inputs, lambda: keep(path))
-    say(f"{stage}: those of conversations that are still in the data are kept")
+    run.grow(stage, inputs)
+    if run.kept(stage, keys):
+        say(f"{stage}: those of conversations that are still in the data are kept")
 
 
 def answers_file(session: Session) -> Path:
@@ -220,7 +220,7 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
         return OnlineSource(session.target, samples, stored, dtype=spec.dtype, batch_tokens=spec.batch_tokens)
     path = recipe.data_path / "features"
     inputs = feature_inputs(session, session.upstream("answers"), stored)
-    _grow(session, "features", inputs, {"answers", "conversations"}, keep_features, path)
+    _grow(session, "features", inputs, _DATA["features"])
     if not session.begin("features", inputs):
         resumed = "the rest of them " if any(path.glob("shard-*.safetensors")) else ""
         started = time.perf_counter()
@@ -232,6 +232,7 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
             dtype=spec.dtype,
             batch_tokens=spec.batch_tokens,
             shard_bytes=spec.shard_mb * 2**20,
+            kept=next((file.parent for file in session.data.kept("features", _DATA["features"])), None),
         )
         seconds = time.perf_counter() - started
         tokens = sum(len(s.ids) for s in samples)

@@ -21,7 +21,7 @@ from draftsmith.heads.formats.schema import target_reference
 from draftsmith.heads.record import check_made_for, read_record
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.heads import head_digest
+from draftsmith.stages.drafters import head_digest
 from draftsmith.stages.session import Session
 from draftsmith.storage import write_text
 from draftsmith.target.target import Target

@@ -12,10 +12,16 @@ from draftsmith.machine import emulates_bf16
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.data import look_at
-from draftsmith.stages.drafters import check_named_drafters, load_compared, load_heads, select_drafters
+from draftsmith.stages.drafters import (
+    check_named_drafters,
+    load_compared,
+    load_heads,
+    load_warm,
+    select_drafters,
+    warm_folder,
+)
 from draftsmith.stages.evaluation import conversations_of, prompts_of
 from draftsmith.stages.exporting import check_adapter, export_options
-from draftsmith.stages.heads import load_warm, warm_folder
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import always_drafted, initial_head
 from draftsmith.storage import check_folder

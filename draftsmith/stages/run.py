@@ -5,62 +5,36 @@ runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  expo
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
 from draftsmith.errors import UserError, one_line
-from draftsmith.eval.planner.settings import NAMES
 from draftsmith.foreign.json import read_object
-from draftsmith.heads.export.tuned import FOLDERS
-from draftsmith.heads.formats.layout import layouts
-from draftsmith.recipe.changes import differing, tell_changes
-from draftsmith.recipe.record import FOLLOWERS, STAGES, StageRecord, as_record, aside, flat_inputs, plain, run_dir_of
+from draftsmith.recipe.record import (
+    DIGESTED,
+    FILES,
+    FOLLOWERS,
+    GROWN,
+    INSIDE,
+    KNOWN,
+    LASTING,
+    MEASURED,
+    STAGES,
+    StageRecord,
+    as_record,
+    aside,
+    differing,
+    flat_inputs,
+    plain,
+    run_dir_of,
+    tell_changes,
+)
 from draftsmith.recipe.schema import Recipe
 from draftsmith.storage import EARLIER, claim, earlier, fingerprint, move, remove, sha256_file, sweep, write_json
 from draftsmith.train.world import world
-
-DATA_STAGES = ("answers", "features")
-"""The stages in a recipe's data_dir, which runs may share; the others are in the run directory."""
-
-FILES = {
-    "answers": ("answers.jsonl", "answers.jsonl.partial", "answers.jsonl.kept"),
-    "features": ("features", "features.kept"),
-    "train": ("train",),
-    "evaluate": ("evaluation",),
-    "simulate": ("simulation",),
-    "export": ("export",),
-}
-"""What each stage leaves in the run directory, the finished thing first."""
-
-_KNOWN = {
-    "answers": r"answers\.jsonl(\.partial|\.kept)?",
-    "features": r"features(\.kept)?/(index\.json|shard-\d{5,}\.safetensors)",
-    "train": r"train/(best|step_\d+(\.tmp)?|summary\.json|(metrics|dashboards)\.jsonl|(wandb|trackio|mlflow)(_id)?|tensorboard)",
-    "evaluate": r"evaluation/(t[\d.]+|report\.html|report\.md|costs\.json|plan\.json|routing\.json|settings)",
-    "simulate": r"simulation/(t[\d.]+|report\.html|report\.md)",
-    "export": "export/(" + "|".join(map(re.escape, (*layouts(), *FOLDERS.values()))) + ")",
-}
-"""What each stage makes, as paths in the run directory: files, and folders that are its own with all that is in them."""
-
-_INSIDE = re.compile(
-    r"train/(?!best/).*|train/best/(config\.json|model\.safetensors)"
-    r"|(evaluation|simulation)/t[\d.]+/(result\.json|parts\.journal)"
-    rf"|evaluation/settings/[^/]+/({'|'.join(map(re.escape, NAMES))})"
-    r"|export/[^/]+/(README\.md|(merges|vocab|added_tokens)\.txt|[^/.][^/]*\.(json|safetensors|gguf|pt|bin|jinja|model|py))"
-)
-"""What is made in these folders; in train all but the best head is Accelerate's and the dashboards'."""
-
-_MEASURED = ("evaluate", "simulate")
-"""The stages whose files are made again, without asking, where they are damaged."""
-_LASTING = re.compile(
-    r"^answers\.jsonl$|^features/|^train/(best/|summary\.json)|/result\.json$|^export/.*\.(safetensors|json|pt|bin|gguf)$"
-)
-"""What must be there for a stage to be done: not its checkpoints and logs, nor reports and READMEs that are written anew."""
-_DIGESTED = 256 * 2**20
-"""The most bytes of a file that is hashed whenever its stage is reused: a quarter of a second."""
 
 
 class RunDirectory:
@@ -112,7 +86,7 @@ class RunDirectory:
         self._lock()
         self._check_unclaimed(stage)
         known, flat = self.record(stage), flat_inputs(inputs)
-        if stage in _MEASURED and known is not None:
+        if stage in MEASURED and known is not None:
             for file, _ in self._spoilt(stage, known):
                 if file.is_file():
                     file.unlink()  # ours by its record, and not what was measured any more
@@ -163,11 +137,25 @@ class RunDirectory:
         flat, known = flat_inputs(inputs), self.record(stage)
         return differing(known.inputs, flat) if known is not None and self._has_work(stage) else []
 
-    def grow(self, stage: str, inputs: dict[str, Any], keep: Callable[[], None]) -> None:
-        """Mark a stage as running with other inputs, after `keep` has moved away what it made with earlier ones, to be added to."""
+    def grow(self, stage: str, inputs: dict[str, Any]) -> None:
+        """Mark a stage as running with other data, and set aside what it made of earlier ones, for `kept`."""
         self._lock()
-        keep()  # first: without its files a stage is not taken for done, whatever its record says
+        before = self._read()[stage]
+        if before.earlier is not None and before.redo != GROWN:  # --redo makes it again, from nothing
+            self._write({stage: replace(before, state="removing")})
+            self._remove(stage)
+        else:
+            self._write({stage: aside(before.earlier or plain(before), GROWN)})
+            self._put_aside(stage)
         self._write_running(stage, flat_inputs(inputs))
+
+    def kept(self, stage: str, keys: set[str]) -> list[Path]:
+        """Return the files of an earlier version from which a stage takes what it can: of one that differs in these inputs alone."""
+        record = self.record(stage)
+        if record is None or record.earlier is None or record.redo != GROWN:
+            return []
+        same = set(differing(record.earlier["inputs"], record.inputs)) <= keys
+        return [earlier(path) for path in self._found(stage, kept=True)] if same else []
 
     def _lock(self) -> None:
         """Lock the directory against other processes that make stages, until `finish` or the end of this process.
@@ -211,7 +199,7 @@ class RunDirectory:
         spoilt = next(self._spoilt(stage, known), None)
         if spoilt is None:
             self._hashed.add(stage)  # once in a process: what it does itself it knows
-        elif stage not in _MEASURED and (stage != "export" or spoilt[0].exists()):
+        elif stage not in MEASURED and (stage != "export" or spoilt[0].exists()):
             raise UserError(
                 f"{spoilt[0]} {spoilt[1]} since the stage '{stage}' was done: restore it, or add --redo {stage} to make it "
                 "and what follows from it again."
@@ -230,7 +218,7 @@ class RunDirectory:
 
     def _found(self, stage: str, kept: bool = False) -> list[Path]:
         """Return what lies where a stage leaves its files and folders; kept: the places of what lies in `.earlier` beside them."""
-        known = re.compile(_KNOWN[stage])
+        known = re.compile(KNOWN[stage])
         there = [self.path, *(self.path / name for name in FILES[stage] if (self.path / name).is_dir())]
         looked = [(folder, folder / EARLIER if kept else folder) for folder in there]
         paths = sorted(at / path.name for at, folder in looked if folder.is_dir() for path in folder.iterdir())
@@ -242,9 +230,9 @@ class RunDirectory:
         for entry in self._found(stage):
             for path in [entry] if entry.is_file() else sorted(entry.rglob("*")):
                 name = path.relative_to(self.path).as_posix()
-                if path.is_file() and _LASTING.search(name):
+                if path.is_file() and LASTING.search(name):
                     size = path.stat().st_size
-                    cheap = size <= _DIGESTED and not name.startswith("features/shard")  # which has its own
+                    cheap = size <= DIGESTED and not name.startswith("features/shard")  # which has its own
                     lasting[name] = (size, sha256_file(path) if cheap else None)
         return lasting
 
@@ -252,7 +240,8 @@ class RunDirectory:
         """Return whether a stage left files that took work: a training that failed before its first checkpoint did not."""
         if stage == "train":
             return any(self.path.glob("train/best")) or any(self.path.glob("train/step_*"))
-        return bool(self._found(stage))
+        record = self.record(stage)
+        return bool(self._found(stage)) or (record is not None and record.redo == GROWN)
 
     def finish(self, stage: str, facts: dict[str, Any]) -> None:
         """Mark a stage as done, with the figures it reports and the files it left; then its earlier version goes."""
@@ -265,8 +254,9 @@ class RunDirectory:
         self._release()
 
     def redone(self, stage: str) -> bool:
-        """Return whether an earlier version of a stage is kept until it is done."""
-        return (record := self._read().get(stage)) is not None and record.earlier is not None
+        """Return whether --redo has set an earlier version of a stage aside, which stays until it is done."""
+        record = self._read().get(stage)
+        return record is not None and record.earlier is not None and record.redo != GROWN
 
     def check_aside(self, redo: str) -> None:
         """Raise UserError where `set_aside` would, for files of others and for want of room, before other stages are made."""
@@ -300,12 +290,22 @@ class RunDirectory:
             return
         records = self._read()
         moving = [name for name in later if name in records and records[name].there]
-        known = {name: replace(records[name], redo="") for name in later if name in records}
+        root = {GROWN: redo}  # what was growing is put back as it was before
+        known = {
+            name: replace(records[name], redo=root.get(records[name].redo, "")) for name in later if name in records
+        }
         self._write(known | {name: aside(plain(records[name]), redo) for name in moving})
         for name in moving:
-            for path in self._found(name):
+            self._put_aside(name)
+
+    def _put_aside(self, stage: str) -> None:
+        """Move what a stage made into `.earlier`; of two files of one name the first, which was whole, stays there."""
+        for path in self._found(stage):
+            if earlier(path).exists():
+                remove(path)
+            else:
                 move(path, earlier(path))
-            self._tidy(name)
+        self._tidy(stage)
 
     def put_back(self) -> None:
         """Undo `set_aside` where the stage of --redo has made nothing; for a process that holds the lock."""
@@ -327,8 +327,7 @@ class RunDirectory:
             self._write({name: as_record(name, record.earlier) for name, record in old.items()})
         for name, record in self._read().items():  # those that follow from another directory's stage
             if record.state == "aside":
-                for path in self._found(name):
-                    move(path, earlier(path))
+                self._put_aside(name)
 
     def _forget(self, stage: str) -> None:
         """Remove the earlier version of a stage that is done again."""
@@ -360,7 +359,7 @@ class RunDirectory:
         """Raise UserError for files of others in the folders that a stage makes as a whole."""
         for entry in self._found(stage):
             for path in sorted(entry.rglob("*")) if entry.is_dir() and not entry.is_symlink() else ():
-                if not path.is_dir() and not _INSIDE.fullmatch(path.relative_to(self.path).as_posix()):
+                if not path.is_dir() and not INSIDE.fullmatch(path.relative_to(self.path).as_posix()):
                     raise UserError(
                         f"{one_line(path)} was not made by draftsmith, but --redo would remove it with {entry.name}: move it away."
                     )

@@ -23,9 +23,10 @@ from draftsmith.heads.record import tuned_from
 from draftsmith.heads.warm_start import adopt_options
 from draftsmith.memory import keep_freed_memory
 from draftsmith.progress import hush, say, warn_anew
+from draftsmith.recipe.record import DATA_STAGES
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.heads import WARM_START, find_head, load_warm
-from draftsmith.stages.run import DATA_STAGES, RunDirectory
+from draftsmith.stages.drafters import WARM_START, find_head, load_warm
+from draftsmith.stages.run import RunDirectory
 from draftsmith.storage import fingerprint
 from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.identity import TargetIdentity

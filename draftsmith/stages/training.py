@@ -31,7 +31,7 @@ from draftsmith.machine import memory_of
 from draftsmith.progress import say
 from draftsmith.recipe.record import FOLLOWERS, flat_inputs
 from draftsmith.stages.data import answer_inputs, feature_inputs, head_layers, stored_layers
-from draftsmith.stages.heads import head_digest, load_warm, warm_folder
+from draftsmith.stages.drafters import head_digest, load_warm, warm_folder
 from draftsmith.stages.session import Session, main_process_first
 from draftsmith.storage import fingerprint
 from draftsmith.target.folder import fingerprint_directory

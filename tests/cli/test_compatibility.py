@@ -15,14 +15,13 @@ from draftsmith.cli.main import main
 from draftsmith.data.embedded.default import SHIPPED
 from draftsmith.eval.report.report import render_html, render_markdown
 from draftsmith.eval.results.result import read_result
-from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.eagle3 import Eagle3Options
-from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.heads.export.export import export_head
+from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.record import read_record
 from draftsmith.target.target import load_target
-from tests.helpers import save_target, tiny_tokenizer
+from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
+from tests.workplace import make_workplace, options, save_untrained
 
 pytestmark = pytest.mark.full
 
@@ -33,13 +32,10 @@ LINES = ("head", "sizes", "config", "embeddings", "lm_head", "weights", "tokeniz
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a head for it in a run and as an export, and `upgraded`: its last layer trained on, another template."""
-    folder = tmp_path_factory.mktemp("fit")
-    save_target(folder / "target")
+    folder = make_workplace(tmp_path_factory.mktemp("fit"), prompts=2)
+    shutil.copytree(save_untrained(folder), folder / "run" / "train" / "best")
     target = load_target(str(folder / "target"))
-    torch.manual_seed(0)
-    head = eagle3.build(Eagle3Options([2, 4, 6]), target, None)
-    save_head(head, folder / "run" / "train" / "best", target)
-    export_head(head, target, folder / "export")
+    export_head(load_head(folder / "head", target), target, folder / "export")
     shutil.copytree(folder / "target", folder / "upgraded")
     weights = folder / "upgraded" / "model.safetensors"
     tensors = load_file(weights)
@@ -190,25 +186,17 @@ def test_the_script_has_the_same_options(place: Path) -> None:
 
 def words(place: Path, target: str, run: Path) -> list[str]:
     """Options of an evaluation of the head on two prompts."""
-    prompts = place / "prompts.jsonl"
-    rows = [{"id": f"p{i}", "slice": "chat", "messages": [{"role": "user", "content": f"{i}?"}]} for i in range(2)]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {
-        "target.path": place / target,
-        "target.device": "cpu",
-        "head.layer_ids": "[2,4,6]",
-        "output_dir": run,
-        "evaluate.prompts": f"[{prompts}]",
-        "evaluate.temperatures": "[0.0]",
-        "evaluate.max_new_tokens": 6,
-        "evaluate.repeats": 1,
-        "evaluate.generate": "false",
-        "evaluate.plan_batches": "[]",
-        "evaluate.num_speculative_tokens": 1,
-        "evaluate.max_k": 1,
+    fewer = {
+        "temperatures": "[0.0]",
+        "max_new_tokens": "6",
+        "repeats": "1",
+        "num_speculative_tokens": "1",
+        "max_k": "1",
     }
-    head = ["--head", str(place / "run" / "train" / "best")]
-    return [*head, *(word for key, value in options.items() for word in (f"--{key}", str(value)))]
+    fewer |= {"generate": "false"}
+    own = [word for key, value in fewer.items() for word in (f"--evaluate.{key}", value)]
+    head = ["--head", str(place / "run" / "train" / "best"), "--target.path", str(place / target)]
+    return [*options(place, run), *head, *own]
 
 
 def test_an_evaluation_on_another_target_warns_wherever_its_numbers_go(

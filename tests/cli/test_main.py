@@ -16,6 +16,7 @@ from draftsmith.errors import StoppedError, UserError
 from draftsmith.recipe.options import Option, take_options, whole_number
 from draftsmith.recipe.schema import EvaluateSpec
 from tests.helpers import save_target
+from tests.workplace import fails
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,14 +43,6 @@ def words(target: Path, tmp_path: Path) -> list[str]:
         "output_dir": tmp_path / "run",
     }
     return [word for key, value in options.items() for word in (f"--{key}", str(value))]
-
-
-def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command that must fail with one sentence; return it."""
-    assert main(words) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
-    assert len(lines) == 1
-    return lines[0]
 
 
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa2 import Medusa2Options
 from draftsmith.heads.registry import find_method
 from draftsmith.target.target import load_target
-from tests.workplace import make_workplace
+from tests.workplace import fails, make_workplace
 
 pytestmark = pytest.mark.full
 
@@ -87,13 +87,6 @@ def own_answers(place: Path, *, lossy: bool, temperature: float) -> list[str]:
     decoded = decode_batch(target, drafter, requests, Sampling(temperature), typical)
     texts = (tokenizer.decode(g.output_ids, skip_special_tokens=True) for g in decoded.generations)
     return [text.split(STOP)[0] for text in texts]
-
-
-def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert "Traceback" not in error
-    return error
 
 
 @needs_lm_eval

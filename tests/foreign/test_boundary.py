@@ -42,7 +42,7 @@ OURS = {
     "train/meeting.py": "what the processes of one training tell each other",
     "train/loop.py": "makes plain JSON of a recipe",
     "draftsmith/recipe/record.py": "makes plain JSON of settings",
-    "draftsmith/recipe/shipped.py": "recipes are shipped with the code",
+    "draftsmith/recipe/parse.py": "recipes are shipped with the code",
     "eval/results/result.py": "makes plain JSON of a result",
     "data/conversations/templates.py": "answers are rendered after the same template has been tried and guarded",
 }

@@ -6,8 +6,7 @@ import pytest
 
 from draftsmith.cli.launching import check_config
 from draftsmith.cli.main import main
-from draftsmith.recipe.parse import parse_recipe
-from draftsmith.recipe.shipped import FOLDER, find_file, shipped_names
+from draftsmith.recipe.parse import FOLDER, find_file, parse_recipe, shipped_names
 
 
 @pytest.fixture

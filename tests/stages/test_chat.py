@@ -29,7 +29,7 @@ from draftsmith.stages.session import Session
 from tests.hearing import hearing_signals
 from tests.helpers import GEMMA
 from tests.models import save_tiny_target
-from tests.workplace import digests, make_workplace
+from tests.workplace import digests, fails, make_workplace
 
 pytestmark = pytest.mark.full
 
@@ -241,13 +241,6 @@ def test_figures_in_words() -> None:
     assert describe(fast, 2.5, other, comparable=True).endswith("in 11 tokens, its text differs)")
     assert describe(fast, 2.5, None, comparable=True) == "41 tokens, 80 tok/s, tau 2.50"
     assert describe(decoded(1, 0.0, 0), None, decoded(1, 0.0, 0), comparable=True) == "1 token"
-
-
-def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(words) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
-    assert len(lines) == 1
-    return lines[0]
 
 
 def test_mistakes_end_in_a_sentence(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build as build_medusa
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.drafters import at_temperature, check_named_drafters, select_drafters
+from draftsmith.stages.drafters import at_temperature, check_named_drafters, load_compared, select_drafters
 from draftsmith.stages.session import Session
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
@@ -259,6 +259,12 @@ def test_a_head_that_reads_less_than_the_longest_text_is_refused(
     assert [c.name for c in select(session, asked, both, 60)] == ["eagle3", "medusa", "draft_model"]
     with pytest.raises(UserError, match=r"The head draft_model reads at most 64 tokens, but .* its draft has 65"):
         select(session, asked, both, 61)
+
+
+def test_a_head_by_the_name_of_the_run_s_own_is_refused(session: Session, workplace: Path) -> None:
+    asked = recipe_with(workplace, "--evaluate.beside.medusa", str(workplace / "small"))
+    with pytest.raises(UserError, match="names a head 'medusa', the name of the run's own"):
+        load_compared(asked, session.target, "medusa", [].append)
 
 
 def test_two_draft_models_of_one_name_are_refused(

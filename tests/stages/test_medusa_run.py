@@ -7,13 +7,10 @@ import pytest
 import torch
 
 from draftsmith.cli.main import main
-from draftsmith.data.features.store import FeatureStore
 from draftsmith.eval.results.result import read_result
-from draftsmith.heads.formats.layout import layouts
-from draftsmith.target.target import load_target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
-from tests.workplace import digests, make_workplace, options
+from tests.workplace import make_workplace, options
 
 pytestmark = pytest.mark.slow
 
@@ -62,14 +59,6 @@ def finished(workplace: Path, eagle: Path) -> Path:
     words += ["--evaluate.repeats", "1", "--evaluate.max_new_tokens", "12", "--evaluate.generate", "false"]
     assert main(["run", *medusa(workplace, run, *words)]) == 0
     return run
-
-
-@pytest.mark.slow
-def test_answers_and_hidden_states_are_shared(workplace: Path, eagle: Path, finished: Path) -> None:
-    made = sorted(path.name for path in finished.iterdir() if not path.name.startswith("."))
-    assert made == ["evaluation", "export", "run.json", "train"]
-    assert set(json.loads((finished / "run.json").read_text())) == {"train", "evaluate", "export"}
-    assert (eagle / "features").exists()
 
 
 def test_all_drafters_are_measured_in_one_run(finished: Path) -> None:
@@ -152,87 +141,3 @@ def test_a_lossy_drafter_is_labelled_and_judged(finished: Path) -> None:
     report = (finished / "evaluation" / "report.md").read_text()
     assert "Lossy drafters: their texts under the target" in report
     assert "medusa bush, typical (lossy)" in report
-
-
-def test_the_default_export_is_medusas_own_and_others_go_beside_it(
-    workplace: Path, eagle: Path, finished: Path
-) -> None:
-    first = finished / "export" / "medusa" / "medusa_lm_head.safetensors"
-    before = first.read_bytes()
-    words = medusa(workplace, finished, "--data_dir", str(eagle))
-    assert main(["export", *words, "--export.layout", "medusa_vllm"]) == 0
-    assert first.read_bytes() == before
-    target = load_target(str(workplace / "target"))
-    head = layouts()["medusa_vllm"].load(finished / "export" / "medusa_vllm", target)
-    assert head.drafts.max_speculative_tokens == 3
-    assert main(["export", *words, "--export.layout", "medusa_vllm"]) == 0, "a second time it is reused"
-
-
-def test_medusa_alone_stores_no_aux_layers(workplace: Path, eagle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = workplace / "alone"
-    answers = ["--answers.max_new_tokens", "6"]
-    assert main(["train", *medusa(workplace, run, *answers)]) == 0
-    store = FeatureStore(run / "features")
-    assert store.get(0, ()).aux.shape[1] == 0
-    assert (run / "train" / "best" / "model.safetensors").exists()
-    # An EAGLE-3 head cannot use that store, and is refused before anything changes.
-    before = digests(run)
-    words = ["--data_dir", str(run), *answers]
-    assert main(["train", *options(workplace, workplace / "late"), *words]) == 2
-    assert "layer_ids was [], is [2, 4, 6]" in capsys.readouterr().err
-    assert digests(run) == before
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["--evaluate.drafts", "[{tree: {work}/wide.json}]"],
-            "The tree wide proposes rank 900000 (the most likely token has 0)",
-        ),
-        (
-            ["--evaluate.max_new_tokens_by_slice", "{poetry: 5}"],
-            "max_new_tokens_by_slice names the slice poetry, but the",
-        ),
-        (
-            ["--evaluate.example_slices", "[chat, prose]"],
-            "evaluate.example_slices names the slice prose, but the prompts have",
-        ),
-        (["--evaluate.beside.medusa", "{eagle}"], "the name of the run's own"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_mistakes_are_named_and_change_nothing(
-    words: list[str],
-    message: str,
-    workplace: Path,
-    eagle: Path,
-    finished: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (workplace / "wide.json").write_text('{"name": "wide", "choices": [[0], [900000]]}')
-    before = digests(finished)
-    given = [word.replace("{eagle}", str(eagle)).replace("{work}", str(workplace)) for word in words]
-    assert main(["run", *medusa(workplace, finished, "--data_dir", str(eagle), *given)]) == 2
-    assert message in capsys.readouterr().err
-    assert digests(finished) == before
-
-
-def test_inspect_shows_the_recipes_own_answers_or_the_data(
-    workplace: Path, eagle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["inspect", *options(workplace, eagle), "--count", "1"]) == 0
-    printed, replaced = capsys.readouterr(), "the target's own answers will replace those shown here"
-    assert "question" in printed.out
-    assert replaced not in printed.err
-    other = tmp_path / "other.jsonl"
-    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Something else."}]}]
-    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert main(["inspect", *options(workplace, eagle), "--data.sources", f"[{other}]", "--count", "1"]) == 0
-    printed = capsys.readouterr()
-    assert "Something else." in printed.out
-    assert "data: " in printed.err
-    assert replaced in printed.err
-    given = ["--data.sources", f"[{other}]", "--answers.regenerate", "false"]
-    assert main(["inspect", *options(workplace, eagle), *given, "--count", "1"]) == 0
-    assert replaced not in capsys.readouterr().err

@@ -9,7 +9,6 @@ from shutil import copytree
 from typing import Any
 
 import pytest
-import torch
 
 from draftsmith.cli.main import main
 from draftsmith.decoder.answers import Request
@@ -22,13 +21,10 @@ from draftsmith.eval.planner.routing import read_rules, route, write_rules
 from draftsmith.eval.results.result import DrafterResult, Result, read_result, write_result
 from draftsmith.eval.simulate.answers import answer_alone
 from draftsmith.foreign.journal import Journal
-from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.eagle3 import Eagle3Options
-from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.machine import hardware
-from draftsmith.target.target import Target, load_target
+from draftsmith.target.target import Target
 from tests.models import tiny_model
-from tests.workplace import make_workplace, options
+from tests.workplace import make_workplace, options, save_untrained
 
 pytestmark = pytest.mark.full
 
@@ -37,14 +33,11 @@ pytestmark = pytest.mark.full
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The options of an evaluation of an untrained head, at two batches and three contexts."""
     place = make_workplace(tmp_path_factory.mktemp("planning"))
-    target = load_target(str(place / "target"))
-    torch.manual_seed(0)
-    save_head(eagle3.build(Eagle3Options([2, 4, 6]), target, None), place / "head", target)
     own = {"evaluate.plan_batches": "[1, 4]", "evaluate.temperatures": "[0.0]", "evaluate.max_new_tokens": "8"}
     return [
         *options(place, place / "run"),
         "--head",
-        str(place / "head"),
+        str(save_untrained(place)),
         *(word for key, value in own.items() for word in (f"--{key}", value)),
     ]
 
@@ -97,9 +90,6 @@ def test_rules_leave_an_untrained_head_off(evaluated: Path) -> None:
     rules = read_rules(evaluated / "routing.json")
     assert rules.largest_batch == 0
     assert route(rules, temperature=0).num_speculative_tokens == 0
-
-
-def test_nothing_is_started_with_a_head_that_is_left_off(evaluated: Path) -> None:
     assert not (evaluated / "settings").exists()
 
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = tiny_model("llama", num_hidden_layers=2, vocab_size=len(tokenizer), max_position_embeddings=64)
     short.save_pretrained(folder / "short")
     tokenizer.save_pretrained(folder / "short")
+    (folder / "wide.json").write_text('{"name": "wide", "choices": [[0], [900000]]}')
+    line = {"id": "p1", "slice": "overall", "messages": [{"role": "user", "content": "ab"}]}
+    (folder / "overall.jsonl").write_text(json.dumps(line) + "\n")
     return folder
 
 
@@ -121,30 +123,6 @@ def test_chains_shorter_than_asked_for_are_said(workplace: Path, tmp_path: Path)
     assert session.warnings == [
         f"evaluate.num_speculative_tokens is {asked}, but medusa drafts 2 tokens at most: its chains are measured with 2."
     ]
-
-
-def test_samples_that_are_longer_than_the_head_reads(workplace: Path, tmp_path: Path) -> None:
-    head = {"init_from": str(workplace / "short")}
-    with pytest.raises(
-        UserError, match=r"lets samples of 128 tokens through, but the head reads at most 64: set data\."
-    ):
-        preflight(session_of(workplace, tmp_path, "draft_model", head), "train")
-    preflight(session_of(workplace, tmp_path, "draft_model", head, "--data.max_length=64"), "train")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_head_that_no_engine_serves_is_trained_but_not_run(
-    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Untied blocks that are still equal count, too: training makes them differ."""
-    head = {"num_heads": 2, "num_layers": 4}
-    for command, words in (("run", ()), ("train", ("--export.layout=hydra",))):
-        with pytest.raises(UserError, match=r"cannot hold this head: it has head\.num_layers above 2 without"):
-            preflight(session_of(workplace, tmp_path, "hydra", head, *words), command)
-    preflight(session_of(workplace, tmp_path, "hydra", head), "train")
-    assert "warning: such heads can be trained and measured, but not exported: The layout" in capsys.readouterr().err
-    preflight(session_of(workplace, tmp_path, "hydra", head | {"tie_blocks": True}), "train")
-    assert "warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -233,14 +211,6 @@ def test_a_max_length_past_the_targets_positions_is_said(
     assert told == said
 
 
-def test_folders_that_are_none(workplace: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    for key in ("output_dir", "data_dir"):
-        session = session_of(workplace, tmp_path, "eagle3", {}, f"--{key}={tmp_path / 'file' / 'run'}")
-        with pytest.raises(UserError, match=rf"^{key} is .*, but .*file is a file: name a folder\.$"):
-            preflight(session, "train")
-
-
 def test_prompts_that_are_left_out_are_said_once_and_stay_with_the_results(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -256,41 +226,24 @@ def test_prompts_that_are_left_out_are_said_once_and_stay_with_the_results(
     assert capsys.readouterr().err.count(said) == 1
 
 
-def test_a_slice_by_the_name_of_all_slices(workplace: Path, tmp_path: Path) -> None:
-    line = {"id": "p1", "slice": "overall", "messages": [{"role": "user", "content": "ab"}]}
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(line) + "\n")
-    session = session_of(workplace, tmp_path, "eagle3", {}, f"--evaluate.prompts=[{tmp_path / 'prompts.jsonl'}]")
-    with pytest.raises(UserError, match="the prompt p1 is in a slice named overall"):
-        preflight(session, "run")
+BF16 = """
+AVX2   --train.precision=bf16                            | set train.precision to "no".
+AVX2   --train.precision=no --target.dtype=bfloat16      | set target.dtype to float32.
+AVX2   --train.precision=bf16 --evaluate.dtype=bfloat16  | set train.precision to "no" and evaluate.dtype to float32.
+AVX2   --train.precision=no                              |
+AVX512 --train.precision=bf16                            |
+"""
 
 
-@pytest.mark.parametrize(
-    ("capability", "words", "expected"),
-    [
-        ("AVX2", ("--train.precision=bf16",), 'set train.precision to "no".'),
-        ("AVX2", ("--train.precision=no", "--target.dtype=bfloat16"), "set target.dtype to float32."),
-        (
-            "AVX2",
-            ("--train.precision=bf16", "--evaluate.dtype=bfloat16"),
-            'set train.precision to "no" and evaluate.dtype to float32.',
-        ),
-        ("AVX2", ("--train.precision=no",), ""),
-        ("AVX512", ("--train.precision=bf16",), ""),
-    ],
-)
+@pytest.mark.parametrize("row", BF16.strip().splitlines())
 def test_bf16_on_a_processor_without_it_is_warned_of(
-    workplace: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capability: str,
-    words: tuple[str, ...],
-    expected: str,
+    row: str, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (capability, *words), expected = (part.split() for part in row.split("|"))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     preflight(session_of(workplace, tmp_path, "medusa", {}, "--target.device=cpu", *words), "run")
     found = [line for line in capsys.readouterr().err.splitlines() if "emulates bf16" in line]
-    assert [line.rsplit("or more: ")[-1] for line in found] == ([expected] if expected else [])
+    assert [line.rsplit("or more: ")[-1] for line in found] == ([" ".join(expected)] if expected else [])
 
 
 @pytest.mark.parametrize(("backend", "module"), [("trackio", "trackio"), ("mlflow", "sqlalchemy")])
@@ -334,60 +287,72 @@ def test_deepspeed_is_told_that_the_run_is_on_the_cpu(monkeypatch: pytest.Monkey
     assert os.environ["DS_ACCELERATOR"] == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("command", "method", "head", "words", "said"),
-    [
-        (
-            "run",
-            "eagle3",
-            {},
-            ["--evaluate.max_k=5000"],
-            "that the target's context leaves after a draft of 5000: give shorter prompts, or lower evaluate.max_k",
-        ),
-        (
-            "train",
-            "eagle3",
-            {},
-            ["--data.template={enable_thinking: false}"],
-            "data.template names 'enable_thinking', which",
-        ),
-        ("train", "eagle3", {}, ["--target.device=gpu"], "target.device is 'gpu': it is auto, cpu, cuda or cuda:N"),
-        ("train", "eagle3", {"draft_vocab_size": 1}, [], "draft_vocab_size"),
-        ("train", "eagle3", {"draft_vocab_size": len(tiny_tokenizer())}, [], None),
-        ("train", "medusa", {}, ["--features.layer_ids=[1,3,5,77]"], r"^features\.layer_ids .*77 is out of range"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_any_work(
-    command: str, method: str, head: dict[str, Any], words: list[str], said: str | None, workplace: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=said) if said else nullcontext():
-        preflight(session_of(workplace, tmp_path, method, head, *words), command)
+WIDE_HYDRA = {"num_heads": 2, "num_layers": 4}
+REFUSED = r"""
+run   eagle3 --evaluate.max_k=5000                             | after a draft of 5000: give shorter prompts, or lower evaluate.max_k
+train eagle3 --data.template.enable_thinking=false             | data.template names 'enable_thinking', which
+train eagle3 --target.device=gpu                               | target.device is 'gpu': it is auto, cpu, cuda or cuda:N
+train eagle3 --head.draft_vocab_size=1                         | draft_vocab_size
+train medusa --features.layer_ids=[1,3,5,77]                   | ^features\.layer_ids .*77 is out of range
+train eagle3 --output_dir={work}/chat.jsonl/run                | ^output_dir is .*, but .*chat.jsonl is a file: name a folder\.$
+train eagle3 --data_dir={work}/chat.jsonl/run                  | ^data_dir is .*, but .*chat.jsonl is a file: name a folder\.$
+run   eagle3 --evaluate.prompts=[{work}/overall.jsonl]         | the prompt p1 is in a slice named overall
+run   medusa --evaluate.drafts=[{{"tree":"{work}/wide.json"}}] | wide proposes rank 900000 .the most likely token has 0
+run   medusa --evaluate.max_new_tokens_by_slice.poetry=5       | max_new_tokens_by_slice names the slice poetry, but the
+run   medusa --evaluate.example_slices=[chat,prose]            | example_slices names the slice prose, but the prompts have
+train draft_model --head.init_from={work}/short                | of 128 tokens through, but the head reads at most 64: set data\.
+run   hydra --head.num_layers=4                                | cannot hold this head: it has head\.num_layers above 2 without
+train hydra --head.num_layers=4 --export.layout=hydra          | cannot hold this head: it has head\.num_layers above 2 without
+"""
+"""Commands with options, and what they are told."""
+
+
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+def test_what_cannot_be_is_refused_before_any_work(row: str, workplace: Path, tmp_path: Path) -> None:
+    words, said = row.format(work=workplace).rsplit("|", 1)
+    command, method, *own = words.split()
+    with pytest.raises(UserError, match=said.strip()):
+        preflight(session_of(workplace, tmp_path, method, {}, *own), command)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            "--answers.regenerate=false --answers.top_p=0.9",
-            "answers.top_p is set, but answers.regenerate is false: .*set answers.regenerate to true, or leave the key out.",
-        ),
-        ("--answers.regenerate=false", None),
-        ("--features.source=online --features.shard_mb=1", "features.shard_mb is 1, but features.source is online"),
-        (
-            "--features.source=online --features.shard_mb=1 --features.verify=false",
-            "features.shard_mb is 1 and features.verify is False, but features.source is online",
-        ),
-        ("--features.source=store --features.shard_mb=1", None),
-        ("--features.source=online --features.shard_mb=512", None),
-        ("--train.optimizer=adamw --train.muon_lr=0.5", "train.muon_lr is 0.5, but train.optimizer is adamw"),
-        ("--train.optimizer=muon --train.muon_lr=0.5", None),
-    ],
-)
-def test_settings_without_effect_are_warned_of(
-    words: str, said: str | None, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_can_be_is_not_refused(workplace: Path, tmp_path: Path) -> None:
+    preflight(session_of(workplace, tmp_path, "eagle3", {"draft_vocab_size": len(tiny_tokenizer())}), "train")
+    head = {"init_from": str(workplace / "short")}
+    preflight(session_of(workplace, tmp_path, "draft_model", head, "--data.max_length=64"), "train")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_head_that_no_engine_serves_is_trained(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Untied blocks that are still equal count, too: training makes them differ."""
+    for tied in (False, True):
+        preflight(session_of(workplace, tmp_path, "hydra", WIDE_HYDRA | {"tie_blocks": tied}), "train")
+        said = (
+            "warning: such heads can be trained and measured, but not exported: The layout" in capsys.readouterr().err
+        )
+        assert said != tied
+
+
+WITHOUT_EFFECT = """
+--answers.regenerate=false --answers.top_p=0.9                          | answers.top_p is set, but answers.regenerate is false: .*leave the key out.
+--answers.regenerate=false                                              |
+--features.source=online --features.shard_mb=1                          | features.shard_mb is 1, but features.source is online
+--features.source=online --features.shard_mb=1 --features.verify=false  | shard_mb is 1 and features.verify is False, but features.source is online
+--features.source=store --features.shard_mb=1                           |
+--features.source=online --features.shard_mb=512                        |
+--train.optimizer=adamw --train.muon_lr=0.5                             | train.muon_lr is 0.5, but train.optimizer is adamw
+--train.optimizer=muon --train.muon_lr=0.5                              |
+"""
+
+
+@pytest.mark.parametrize("row", WITHOUT_EFFECT.strip().splitlines())
+def test_settings_without_effect_are_warned_of(
+    row: str, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, said = row.split("|")
     preflight(session_of(workplace, tmp_path, "eagle3", {}, *words.split()), "train")
     warned = re.findall("warning: .*, but .*", capsys.readouterr().err)
-    assert len(warned) == (said is not None)
-    assert said is None or re.search(said, warned[0])
+    assert len(warned) == bool(said.strip())
+    assert not warned or re.search(said.strip(), warned[0])

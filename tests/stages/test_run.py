@@ -198,7 +198,7 @@ def test_data_grows_without_loss(workplace: Path, tmp_path: Path, capsys: pytest
         said = capsys.readouterr().err
         assert "answers: those of conversations that are still in the data are kept" in said
         assert "features: those of conversations that are still in the data are kept" in said
-    assert not [*grown.glob("*.kept")]
+    assert not [*grown.rglob(".earlier")]
     assert main(["train", *options(workplace, whole), *words, "--data.limit", "70"]) == 0
     assert set(rows) < set((grown / "answers.jsonl").read_text().splitlines())
     made = {name: digest for name, digest in digests(grown).items() if "answers" in name or "features" in name}
@@ -257,7 +257,12 @@ def test_one_folder_by_two_names_is_one_run(workplace: Path, finished: Path, tmp
     for name in (os.path.relpath(run), str(run), str(link), str(run / "train" / "..")):
         assert main(["train", *options(workplace, run), "--data_dir", name]) == 0
         assert digests(run) == before
+    weights = run / "train" / "best" / "model.safetensors"
+    made = weights.stat().st_mtime_ns
     assert main(["train", *options(workplace, link), "--data_dir", os.path.relpath(run), "--redo", "train"]) == 0
+    assert weights.stat().st_mtime_ns != made
+    assert digests(run)["train/best/model.safetensors"] == before["train/best/model.safetensors"]
+    assert (run / "answers.jsonl").stat().st_mtime_ns == (finished / "answers.jsonl").stat().st_mtime_ns
     assert json.loads((run / "run.json").read_text()).keys() == {"answers", "features", "train", "evaluate", "export"}
 
 
@@ -370,17 +375,6 @@ def test_lost_files_are_made_again(workplace: Path, finished: Path, tmp_path: Pa
     assert (run / readme).read_text().replace(str(run), str(finished)) == (finished / readme).read_text()
 
 
-def test_redo_makes_a_stage_again_once(workplace: Path, finished: Path, tmp_path: Path) -> None:
-    run = tmp_path / "copy"
-    shutil.copytree(finished, run)
-    marker = run / "train" / "best" / "model.safetensors"
-    before = marker.stat().st_mtime_ns
-    assert main(["train", *options(workplace, run), "--redo", "train"]) == 0
-    assert marker.stat().st_mtime_ns != before
-    assert digests(run)["train/best/model.safetensors"] == digests(finished)["train/best/model.safetensors"]
-    assert (run / "answers.jsonl").stat().st_mtime_ns == (finished / "answers.jsonl").stat().st_mtime_ns
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -398,6 +392,26 @@ def test_redo_of_what_the_command_does_not_make_is_refused(
     assert main([words[0], *options(workplace, finished), *words[1:]]) == 2
     assert message in capsys.readouterr().err
     assert digests(finished) == before
+
+
+def test_inspect_shows_the_recipes_own_answers_or_the_data(
+    workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", *options(workplace, finished), "--count", "1"]) == 0
+    printed, replaced = capsys.readouterr(), "the target's own answers will replace those shown here"
+    assert "question" in printed.out
+    assert replaced not in printed.err
+    other = tmp_path / "other.jsonl"
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Something else."}]}]
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["inspect", *options(workplace, finished), "--data.sources", f"[{other}]", "--count", "1"]) == 0
+    printed = capsys.readouterr()
+    assert "Something else." in printed.out
+    assert "data: " in printed.err
+    assert replaced in printed.err
+    given = ["--data.sources", f"[{other}]", "--answers.regenerate", "false"]
+    assert main(["inspect", *options(workplace, finished), *given, "--count", "1"]) == 0
+    assert replaced not in capsys.readouterr().err
 
 
 @pytest.mark.slow

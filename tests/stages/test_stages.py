@@ -13,8 +13,8 @@ import pytest
 from draftsmith import storage
 from draftsmith.data.answers.generate import split_heldout
 from draftsmith.errors import UserError
-from draftsmith.recipe.record import FOLLOWERS, STAGES
-from draftsmith.stages.run import DATA_STAGES, RunDirectory
+from draftsmith.recipe.record import DATA_STAGES, FOLLOWERS, STAGES
+from draftsmith.stages.run import RunDirectory
 
 pytestmark = pytest.mark.full
 
@@ -61,14 +61,6 @@ def test_a_training_that_failed_at_once_is_not_held_against_the_next(tmp_path: P
     assert not run.begin("train", {"lr": 1e9})
     (tmp_path / "train").mkdir()
     assert not run.begin("train", {"lr": 1e-4})
-
-
-def test_making_again_sets_aside_what_follows_and_no_more(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    for redo, kept in (("evaluate", "export"), ("features", "answers")):
-        run.begin(redo, {"a": 2}, redo=True)
-        assert run.record(kept) is not None
-        assert [stage for stage in FOLLOWERS[redo] if run.record(stage) is not None] == [redo]
 
 
 def test_a_training_that_is_made_again_takes_its_dashboards(tmp_path: Path) -> None:
@@ -294,6 +286,49 @@ def test_a_second_try_keeps_what_was_whole(tmp_path: Path) -> None:
     assert "evaluation/.earlier/t0/result.json" in contents(tmp_path), "until it is measured again"
 
 
+def test_more_data_take_what_an_earlier_version_has(tmp_path: Path) -> None:
+    """Also a change of the data that follows before the first is made; of files of one name those of the whole version stay."""
+    run, more = make_run(tmp_path), {"conversations"}
+    index = tmp_path / "features" / ".earlier" / "index.json"
+    for number in (1, 2):
+        run.grow("features", {"a": 1, "conversations": number})
+        assert run.kept("features", more) == [index, index.with_name("shard-00000.safetensors")]
+        assert index.read_text() == "what features made"
+        assert run.kept("features", set()) == []
+        assert run.changed("features", {"a": 2}) == ["a", "conversations"], "what is kept counts as work"
+        run._release()
+        run = RunDirectory(tmp_path)
+        (tmp_path / "features" / "index.json").write_text("half")
+    assert not run.begin("features", {"a": 1, "conversations": 2})
+    assert not run.redone("features")
+    make_stage(run, "features", "new")
+    assert not index.parent.exists()
+    assert run.holds("features", {"a": 1, "conversations": 2})
+    assert run.record("train") is not None, "heads stay"
+
+
+def test_what_is_made_again_takes_nothing_from_before(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.begin("answers", {"a": 1}, redo=True)
+    (tmp_path / "answers.jsonl.partial").write_text("half")
+    run.grow("answers", {"a": 1, "conversations": 1})
+    assert run.kept("answers", {"conversations"}) == []
+    assert [path for path in contents(tmp_path) if "answers" in path] == [".earlier/answers.jsonl"]
+    assert run.redone("answers")
+
+
+def test_what_was_growing_is_as_before_where_redo_comes_to_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    whole = contents(tmp_path)
+    run.grow("answers", {"a": 1, "conversations": 1})
+    (tmp_path / "answers.jsonl.partial").write_text("half")
+    run.begin("answers", {"a": 2}, redo=True)
+    assert run.kept("answers", {"a", "conversations"}) == []
+    run.put_back()
+    assert contents(tmp_path) == whole
+    assert run.holds("answers", {"a": 1})
+
+
 @pytest.mark.parametrize(
     "name",
     ["train/best/notes.md", "evaluation/t0/notes.md", "evaluation/settings/vllm/my.sh", "export/eagle3/chat.txt"],
@@ -372,7 +407,7 @@ def test_what_killed_processes_left_half_written_is_swept(tmp_path: Path) -> Non
     (tmp_path / "export" / "eagle3").rename(tmp_path / "export" / ".eagle3.draftsmith-0123456789ab.old")
     (tmp_path / ".mine.tmp").write_text("mine")
     before = sorted([*(set(listing(tmp_path)) - set(half))])
-    assert not run.begin("simulate", {})
+    assert run.begin("evaluate", {"a": 1}), "also where nothing is made any more"
     after = listing(tmp_path)
     assert "export/eagle3/model.safetensors" in after, "the one that was about to be replaced"
     assert ".mine.tmp" in after
@@ -399,14 +434,6 @@ def test_a_result_that_was_changed_is_measured_again(tmp_path: Path) -> None:
     assert not RunDirectory(tmp_path).begin("evaluate", {"a": 1})
     assert not result.exists()
     assert (tmp_path / "evaluation" / "report.html").exists()
-
-
-def test_what_a_killed_process_left_goes_where_nothing_is_made_any_more(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    left = tmp_path / "evaluation" / ".report.md.draftsmith-0123456789ab.tmp"
-    left.write_text("half a report")
-    assert RunDirectory(tmp_path).begin("evaluate", {"a": 1})
-    assert not left.exists()
 
 
 def test_a_done_stage_that_lacks_what_is_needed_is_made_under_the_lock(tmp_path: Path) -> None:

@@ -1,22 +1,17 @@
 """--fail-under through `draftsmith evaluate`: refused before decoding, or held against what was written."""
 
-import json
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 from draftsmith.cli.main import main
 from draftsmith.eval.results.result import read_result
-from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle1 import Eagle1Options
 from draftsmith.heads.eagle1 import head as eagle1
-from draftsmith.heads.eagle3 import Eagle3Options
-from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.heads.export.export import export_head
 from draftsmith.target.target import load_target
-from tests.helpers import save_target
+from tests.workplace import fails, make_workplace, options, save_untrained
 
 pytestmark = pytest.mark.full
 
@@ -24,38 +19,22 @@ pytestmark = pytest.mark.full
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Options that evaluate an untrained head on two slices of five prompts."""
-    folder = tmp_path_factory.mktemp("gating")
-    save_target(folder / "target")
-    target = load_target(str(folder / "target"))
-    torch.manual_seed(0)
-    save_head(eagle3.build(Eagle3Options([2, 4, 6]), target, None), folder / "head", target)
-    rows = [
-        {"id": f"{name}{i}", "slice": name, "messages": [{"role": "user", "content": f"{name} {i}?"}]}
-        for name in ("chat", "code")
-        for i in range(5)
-    ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = {
-        "target.path": folder / "target",
-        "target.device": "cpu",
-        "head.layer_ids": "[2,4,6]",
-        "evaluate.prompts": f"[{folder / 'prompts.jsonl'}]",
-        "evaluate.temperatures": "[0.0]",
-        "evaluate.max_new_tokens": 8,
-        "evaluate.repeats": 1,
-        "evaluate.num_speculative_tokens": 1,
-        "evaluate.max_k": 1,
-        "evaluate.generate": "false",
-        "evaluate.plan_batches": "[]",
-        "output_dir": folder / "run",
+    folder = make_workplace(tmp_path_factory.mktemp("gating"), prompts=10)
+    fewer = {
+        "temperatures": "[0.0]",
+        "max_new_tokens": "8",
+        "repeats": "1",
+        "num_speculative_tokens": "1",
+        "max_k": "1",
     }
-    return ["evaluate", "--head", str(folder / "head"), *(w for k, v in options.items() for w in (f"--{k}", str(v)))]
+    fewer |= {"generate": "false"}
+    own = [word for key, value in fewer.items() for word in (f"--evaluate.{key}", value)]
+    return ["evaluate", "--head", str(save_untrained(folder)), *own, *options(folder, folder / "run")]
 
 
 def test_refused_before_anything_is_decoded(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*words, "--fail-under", "chat.tau.low=2"]) == 2
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
-    assert "chat has 5 prompts, and there is no interval over fewer than 10" in line
+    said = fails([*words, "--fail-under", "chat.tau.low=2"], capsys)
+    assert "chat has 5 prompts, and there is no interval over fewer than 10" in said
     assert not list(Path(words[-1]).rglob("result.json"))
 
 
@@ -63,7 +42,7 @@ def test_a_published_head_of_another_method_than_the_recipes(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The names are those of the head that is given; what the recipe exports and trains does not concern it."""
-    head, target = tmp_path / "eagle1", load_target(words[words.index("--target.path") + 1])
+    head, target = tmp_path / "eagle1", load_target(str(Path(words[-1]).parent / "target"))
     export_head(eagle1.build(Eagle1Options(), target, None), target, head)
     given = [*words, "--head", str(head), "--output_dir", str(tmp_path / "run"), "--export.layout", "eagle3_llama_cpp"]
     given += ["--head.draft_vocab_size", "999999", "--evaluate.beside.ours", words[words.index("--head") + 1]]

@@ -27,7 +27,7 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import methods
 from draftsmith.stages.tree_search import _of_any_depth, answer_start
 from draftsmith.target.target import load_target
-from tests.workplace import digests, make_workplace
+from tests.workplace import digests, fails, make_workplace
 
 pytestmark = pytest.mark.full
 
@@ -200,10 +200,8 @@ def test_mistakes_are_one_sentence_and_change_nothing(
     workplace: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = digests(workplace)
-    assert search(workplace, *(word.format(workplace=workplace) for word in words)) == 2
-    printed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
-    assert len(printed) == 1
-    assert message in printed[0]
+    given = [word.format(workplace=workplace) for word in words]
+    assert message in fails(["search-tree", "--recipe", str(workplace / "medusa.yaml"), *given], capsys)
     assert digests(workplace) == before
 
 

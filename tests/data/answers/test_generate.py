@@ -2,11 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftsmith.data.answers import generate
-from draftsmith.data.answers.generate import keep, kept_path, read_answers, regenerate
+from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.conversations import templates
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import encode, prepare_prompts
@@ -29,9 +30,11 @@ def target() -> Target:
     return Target(model, path="tiny", fingerprint="0")
 
 
-def answer(target: Target, path: Path, batch: int = 2, seed: int = 0, talk: list[Conversation] = TALK) -> list[dict]:
+def answer(
+    target: Target, path: Path, batch: int = 2, seed: int = 0, talk: list[Conversation] = TALK, **how: Any
+) -> list[dict]:
     prompts = prepare_prompts(tiny_tokenizer(), talk, max_new_tokens=lambda name: 6, max_length=120)
-    regenerate(target, tiny_tokenizer(), prompts, path, sampling=Sampling(1.0), seed=seed, batch=batch)
+    regenerate(target, tiny_tokenizer(), prompts, path, sampling=Sampling(1.0), seed=seed, batch=batch, **how)
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -64,19 +67,13 @@ def test_more_prompts_add_to_the_answers(
     stopped: bool, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file is the one that all the prompts would have given at once; one prompt of the same id now says something else."""
-    path, decoded = tmp_path / "grown.jsonl", []
-    answer(
-        target, path, batch=1, talk=[Conversation("c1", "chat", ({"role": "user", "content": "how"},)), *TALK[6:1:-2]]
-    )
+    path, earlier, decoded = tmp_path / "grown.jsonl", tmp_path / "earlier.jsonl", []
+    talk = [Conversation("c1", "chat", ({"role": "user", "content": "how"},)), *TALK[6:1:-2]]
+    answer(target, earlier, batch=1, talk=talk)
     if stopped:
-        path.rename(f"{path}.partial")
-        with Path(f"{path}.partial").open("a") as file:
+        earlier = earlier.rename(f"{earlier}.partial")
+        with earlier.open("a") as file:
             file.write('{"id": "c0", "sl')
-    for _ in range(2):
-        keep(path)
-    assert kept_path(path).exists()
-    assert not path.exists()
-    assert not Path(f"{path}.partial").exists()
 
     def counted(target: Target, drafter: object, requests: list, *rest: object) -> object:
         decoded.extend(request.sample_id for request in requests)
@@ -84,9 +81,8 @@ def test_more_prompts_add_to_the_answers(
 
     decode = generate.decode
     monkeypatch.setattr(generate, "decode", counted)
-    answer(target, path, batch=1)
+    answer(target, path, batch=1, kept=[earlier, earlier])
     assert sorted(decoded) == sorted({c.id for c in TALK} - {"c2", "c4", "c6"})
-    assert [entry.name for entry in tmp_path.iterdir()] == ["grown.jsonl"]
     answer(target, tmp_path / "whole.jsonl", batch=1)
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 

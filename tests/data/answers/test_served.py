@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftsmith.data.answers import served
-from draftsmith.data.answers.generate import keep, read_answers, regenerate
+from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.answers.served import AnswerServer, answer_all, likeness
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import prepare_prompts
@@ -135,11 +135,11 @@ def test_a_run_of_answers_goes_on_and_grows(target: Target, tmp_path: Path, monk
             return 500, "broken"
         return 200, as_vllm([7, 8, target.eos_ids[0]], True)
 
-    def make(engine: Engine, first: int, path: Path) -> list[dict[str, Any]]:
+    def make(engine: Engine, first: int, path: Path, **how: Any) -> list[dict[str, Any]]:
         with serving(engine) as url:
             server = AnswerServer(url, ["target"])
             options = {"sampling": Sampling(1.0), "seed": 0, "batch": 3, "servers": [server]}
-            regenerate(target, tiny_tokenizer(), prompts[:first], path, **options)
+            regenerate(target, tiny_tokenizer(), prompts[:first], path, **options, **how)
         return [json.loads(line) for line in path.read_text().splitlines()]
 
     path = tmp_path / "answers.jsonl"
@@ -151,11 +151,10 @@ def test_a_run_of_answers_goes_on_and_grows(target: Target, tmp_path: Path, monk
     assert [row["id"] for row in rows] == [f"c{i}" for i in range(7)]
     assert [row["finish_reason"] for row in rows] == ["eos"] * 7
     assert len(engine.asked) == 2
-    keep(path)
-    engine = Engine(reply=reply)
-    assert len(make(engine, 9, path)) == 9
+    engine, grown = Engine(reply=reply), tmp_path / "grown.jsonl"
+    assert len(make(engine, 9, grown, kept=[path])) == 9
     assert sorted(asked["prompt"] for asked in engine.asked) == sorted(list(p.ids) for p in prompts[7:])
-    assert len(read_answers(path).samples) == 9
+    assert len(read_answers(grown).samples) == 9
 
 
 SAMPLINGS = [

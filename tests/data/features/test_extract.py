@@ -9,7 +9,6 @@ import torch
 from draftsmith.data.batch import Features, Tokenized
 from draftsmith.data.features import extract as extract_module
 from draftsmith.data.features.extract import OnlineSource, compute_features, digest_samples, extract, summarise_logits
-from draftsmith.data.features.kept import keep, kept_path
 from draftsmith.data.features.store import FeatureStore, read_index
 from draftsmith.data.packing import plan_chunks
 from draftsmith.errors import UserError
@@ -217,12 +216,7 @@ def test_a_longer_list_of_samples_adds_to_the_store(tmp_path: Path, monkeypatch:
     """What is kept has the same id, tokens, mask and target; the store is the one that all the samples would have given at once."""
     samples, settings, computed = make_samples(12), SMALL | {"batch_tokens": 1}, []
     flipped = Tokenized(samples[0].ids, ~samples[0].mask, samples[0].sample_id, samples[0].slice)
-    extract(memory_target(), [flipped, *samples[9:4:-1]], tmp_path / "grown", **settings)
-    (tmp_path / "grown" / "notes.txt").write_text("mine")
-    for _ in range(2):
-        keep(tmp_path / "grown")
-    assert (tmp_path / "grown" / "notes.txt").read_text() == "mine", "no file of a store"
-    (tmp_path / "grown" / "notes.txt").unlink()
+    extract(memory_target(), [flipped, *samples[9:4:-1]], tmp_path / "fewer", **settings)
 
     def counted(target: Target, missing: list[Tokenized], *rest: object) -> list[Features]:
         computed.extend(sample.sample_id for sample in missing)
@@ -231,10 +225,8 @@ def test_a_longer_list_of_samples_adds_to_the_store(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(extract_module, "compute_features", counted)
     other = Target(tiny_model("llama", seed=1), path="memory", fingerprint="other")
     extract(other, samples[5:7], tmp_path / "other", **settings)
-    keep(tmp_path / "other")
-    for name, expected in (("grown", {*range(5), 10, 11}), ("other", set(range(12)))):
+    for name, expected in (("fewer", {*range(5), 10, 11}), ("other", set(range(12))), ("none", set(range(12)))):
         computed.clear()
-        extract(memory_target(), samples, tmp_path / name, **settings)
+        extract(memory_target(), samples, tmp_path / f"after-{name}", **settings, kept=tmp_path / name)
         assert sorted(computed) == sorted(f"line-{number}" for number in expected)
-        assert not kept_path(tmp_path / name).exists()
-    assert all_bytes(tmp_path / "grown") == all_bytes(tmp_path / "other")
+    assert all_bytes(tmp_path / "after-fewer") == all_bytes(tmp_path / "after-none")

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from draftsmith.errors import UserError
-from draftsmith.recipe.changes import tell_changes
 from draftsmith.recipe.parse import parse_recipe
-from draftsmith.recipe.record import flat_inputs
+from draftsmith.recipe.record import flat_inputs, tell_changes
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.run import RunDirectory
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.foreign.json import kind_of
+from draftsmith.foreign.text import kind_of
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.files import CONFIG, WEIGHTS, explain_config, read_config, read_weights
 from draftsmith.heads.record import what_it_reads

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.json import read_object
-from draftsmith.foreign.tensors import read_header, read_index
+from draftsmith.foreign.text import read_object
+from draftsmith.foreign.weights import read_header, read_index
 
 CONFIG = "config.json"
 WEIGHTS, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"

@@ -1,6 +1,7 @@
 """Tiny targets and heads to export, with weights that no initial value hides."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -10,23 +11,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.dflash import head as dflash
-from draftsmith.heads.dflash.head import DFlashHead, DFlashOptions
-from draftsmith.heads.draft_model import head as draft_lm
-from draftsmith.heads.draft_model.head import DraftLmHead, DraftLmOptions
-from draftsmith.heads.dspark import head as dspark
-from draftsmith.heads.dspark.head import DSparkHead, DSparkOptions
-from draftsmith.heads.eagle1 import head as eagle1
-from draftsmith.heads.eagle1.head import Eagle1Head, Eagle1Options
-from draftsmith.heads.eagle3 import head as eagle3
-from draftsmith.heads.eagle3.head import Eagle3Head, Eagle3Options
+from draftsmith.heads.eagle1.head import Eagle1Head
 from draftsmith.heads.formats.layout import layouts
-from draftsmith.heads.hydra import head as hydra
-from draftsmith.heads.hydra.head import HydraHead, HydraOptions
-from draftsmith.heads.medusa import head as medusa
-from draftsmith.heads.medusa.head import MedusaHead, MedusaOptions
-from draftsmith.heads.peagle import head as peagle
-from draftsmith.heads.peagle.head import PEagleHead, PEagleOptions
+from draftsmith.heads.hydra.head import HydraHead
+from draftsmith.heads.registry import find_method
 from draftsmith.target.target import Target
 from tests.models import tiny_model
 
@@ -73,60 +61,35 @@ def folded_state(head: DraftHead, again: DraftHead) -> dict[str, Tensor]:
     return state
 
 
-def make_eagle3(
-    target: Target, vocab: Tensor | None = VOCAB, layer_ids: tuple[int, ...] = (1, 3, 5), **options
-) -> Eagle3Head:
-    head = eagle3.build(Eagle3Options(layer_ids=list(layer_ids), **options), target, vocab)
-    shake(head)
-    return head
+def maker(method: str, vocab: Tensor | None = None, *, drafting: bool = True, **given: Any) -> Callable[..., Any]:
+    """Return (target, vocab, **options) -> a shaken head of a method. drafting: in eval mode. given: options that it has unless others
+    are named."""
+
+    def make(target: Target, vocab: Tensor | None = vocab, **options: Any) -> Any:
+        named = {key: list(value) if isinstance(value, tuple) else value for key, value in (given | options).items()}
+        found = find_method(method)
+        head = found.build(found.options_class(**named), target, vocab)
+        shake(head)
+        return head.eval() if drafting else head
+
+    return make
 
 
-def make_peagle(
-    target: Target, vocab: Tensor | None = VOCAB, layer_ids: tuple[int, ...] = (1, 3, 5), **options
-) -> PEagleHead:
-    given = {"layer_ids": list(layer_ids), "depths": 4, "num_hidden_layers": 2}
-    head = peagle.build(PEagleOptions(**given | options), target, vocab)
-    shake(head)
-    return head.eval()
+READS = {"layer_ids": (1, 3, 5)}
+BLOCK = READS | {"num_layers": 2, "mask_token_id": 3}
+make_eagle3 = maker("eagle3", VOCAB, drafting=False, **READS)
+make_peagle = maker("peagle", VOCAB, **READS, depths=4, num_hidden_layers=2)
+make_eagle1 = maker("eagle1")
+make_draft_model = maker("draft_model")
+make_dflash = maker("dflash", **BLOCK, block_size=4)
+make_medusa = maker("medusa", drafting=False, num_heads=3)
+make_hydra = maker("hydra", drafting=False, num_heads=3)
 
 
-def make_eagle1(target: Target, **options) -> Eagle1Head:
-    head = eagle1.build(Eagle1Options(**options), target, None)
-    shake(head)
-    return head.eval()
-
-
-def make_draft_model(target: Target, **options) -> DraftLmHead:
-    head = draft_lm.build(DraftLmOptions(**options), target, None)
-    shake(head)
-    return head.eval()
-
-
-def make_dflash(target: Target, vocab: Tensor | None = None, **options) -> DFlashHead:
-    given = {"layer_ids": [1, 3, 5], "block_size": 4, "num_layers": 2, "mask_token_id": 3}
-    head = dflash.build(DFlashOptions(**given | options), target, vocab)
-    shake(head)
-    return head.eval()
-
-
-def make_dspark(target: Target, vocab: Tensor | None = None, **options) -> DSparkHead:
-    given = {"layer_ids": [1, 3, 5], "block_size": 3, "num_layers": 2, "mask_token_id": 3, "markov_rank": 6}
-    head = dspark.build(DSparkOptions(**given | options), target, vocab)
-    shake(head)
+def make_dspark(*args: Any, **options: Any) -> DraftHead:
+    head = maker("dspark", **BLOCK, block_size=3, markov_rank=6)(*args, **options)
     if head.options.confidence_head:
         head.temperatures.copy_(torch.arange(1, 1 + head.options.block_size) / 2)
-    return head.eval()
-
-
-def make_medusa(target: Target, **options) -> MedusaHead:
-    head = medusa.build(MedusaOptions(**{"num_heads": 3, **options}), target, None)
-    shake(head)
-    return head
-
-
-def make_hydra(target: Target, **options) -> HydraHead:
-    head = hydra.build(HydraOptions(**{"num_heads": 3, **options}), target, None)
-    shake(head)
     return head
 
 

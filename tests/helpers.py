@@ -1,12 +1,16 @@
-"""A small byte-level BPE tokenizer around any chat template, and template texts like those of known models."""
+"""A small byte-level BPE tokenizer around any chat template, template texts like those of known models, and signals that are heard."""
 
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation
@@ -103,11 +107,19 @@ def tiny_tokenizer(template: str | None = CHATML, *, eos: str = EOS) -> PreTrain
     return tokenizer
 
 
-def save_target(folder: Path, **overrides: Any) -> None:
-    """Save a tiny Llama and the tokenizer, whose vocabulary it has. overrides: keys of its config."""
+def save_target(folder: Path, **overrides: Any) -> PreTrainedModel:
+    """Save a tiny Llama and the tokenizer, whose vocabulary it has; return the model. overrides: keys of its config."""
     tokenizer = tiny_tokenizer()
-    tiny_model("llama", **{"vocab_size": len(tokenizer), **overrides}).save_pretrained(folder)
+    model = tiny_model("llama", **{"vocab_size": len(tokenizer), **overrides})
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return model
+
+
+def write_rows(path: Path, *rows: Any) -> str:
+    """Write rows as JSON Lines, a text as it stands, and return the file's name."""
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
+    return str(path)
 
 
 def talk(
@@ -130,3 +142,15 @@ def runs(tokenizer: PreTrainedTokenizerFast, sample: Tokenized) -> list[tuple[bo
 def learnt(tokenizer: PreTrainedTokenizerFast, sample: Tokenized) -> list[str]:
     """The texts to learn."""
     return [text for bit, text in runs(tokenizer, sample) if bit]
+
+
+@contextmanager
+def hearing_signals() -> Iterator[None]:
+    """Have Ctrl-C, SIGTERM and SIGHUP heard, also where the tests were started in the background or under nohup; a decorator, too."""
+    usual = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    usual[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number, before in usual.items():
+            signal.signal(number, before)

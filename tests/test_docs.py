@@ -39,8 +39,7 @@ from draftsmith.heads.registry import methods
 from draftsmith.recipe.options import take_options
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
-from tests.helpers import tiny_tokenizer
-from tests.models import tiny_model
+from tests.helpers import save_target, write_rows
 
 pytestmark = pytest.mark.full
 
@@ -110,26 +109,18 @@ def make_workplace(folder: Path) -> None:
     """What a reader has: the repository, a target (here a tiny one), conversations and prompts."""
     for name in ("recipes", "train", "scripts", "docs"):
         (folder / name).symlink_to(ROOT / name)
-    tokenizer = tiny_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.08)
-    model.save_pretrained(folder / "models" / "my-model")
-    tokenizer.save_pretrained(folder / "models" / "my-model")
-    model.get_decoder().layers[-1].mlp.up_proj.weight.data += 0.01  # as after a fine-tune
-    model.save_pretrained(folder / "models" / "my-model-v2")
-    tokenizer.save_pretrained(folder / "models" / "my-model-v2")
-    small = tiny_model("llama", vocab_size=len(tokenizer), num_hidden_layers=2)
-    small.save_pretrained(folder / "models" / "my-small-model")
-    tokenizer.save_pretrained(folder / "models" / "my-small-model")
+    models = folder / "models"
+    save_target(models / "my-model", initializer_range=0.08)
+    save_target(models / "my-small-model", num_hidden_layers=2)
+    tuned = save_target(models / "my-model-v2", initializer_range=0.08)
+    tuned.get_decoder().layers[-1].mlp.up_proj.weight.data += 0.01  # as after a fine-tune
+    tuned.save_pretrained(models / "my-model-v2")
     for name, count in (("conversations", 48), ("prompts", 12)):
-        rows = [
-            {
-                "id": f"{name}-{i}",
-                "slice": ("chat", "code")[i % 2],
-                "messages": [{"role": "user", "content": f"{name} {i}: why {i * 7}?"}],
-            }
-            for i in range(count)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        asked = ([{"role": "user", "content": f"{name} {i}: why {i * 7}?"}] for i in range(count))
+        write_rows(
+            folder / f"{name}.jsonl",
+            *({"id": f"{name}-{i}", "slice": ("chat", "code")[i % 2], "messages": one} for i, one in enumerate(asked)),
+        )
 
 
 def write_files(page: Path, folder: Path) -> None:

@@ -110,16 +110,21 @@ def parse(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(encoding="utf-8"))
 
 
+def imported_names(path: Path) -> Iterator[str]:
+    """Yield the full names that a file imports, wherever in it; a relative import starts with a dot."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
 @cache
 def imports(path: Path) -> frozenset[Path]:
-    """Return the product's files that a file imports, wherever in it."""
-    names: list[tuple[str, str]] = []
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names += [(f"{node.module}.{alias.name}", node.module) for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names += [(alias.name, "") for alias in node.names]
-    return frozenset(FILES.get(name, FILES.get(module)) for name, module in names if name in FILES or module in FILES)
+    """Return the product's files that a file imports."""
+    return frozenset(FILES[name] for name in imported_names(path) if name in FILES)
 
 
 def arrows() -> dict[tuple[str, str], set[str]]:

@@ -1,4 +1,4 @@
-"""The rules of the house that no linter knows: links, names, imports, docstrings, packaging."""
+"""The rules of the house that no linter knows: links, names, imports, docstrings, packaging; tests that can fail, warnings that name a remedy."""
 
 import ast
 import json
@@ -9,16 +9,16 @@ import sys
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from draftsmith.heads.registry import methods
-from tests.test_floors import parse
+from tests.test_floors import ROOT, imported_names, parse
+from tests.test_floors import sources as sources_of_the_product
 
-ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("data", "heads", "train", "eval")
 LINKS = (*ROOMS, "recipes")
 LIGHT_ROOMS = ("heads", "eval")  # a GPU machine may have neither of the libraries below
@@ -60,17 +60,6 @@ def tree(path: Path) -> ast.Module:
     return parse(path.relative_to(ROOT))
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield the full names a file imports; a relative import starts with a dot."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
 def is_launchable(path: Path) -> bool:
     """Whether a file does something when it is run: `if __name__ == "__main__":` at the top level."""
     return any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree(path).body)
@@ -105,7 +94,7 @@ def test_rooms_are_imported_through_the_package_only() -> None:
     wrong = [
         f"{name_of(path)}: {name}"
         for path in ALL_FILES
-        for name in imports(path)
+        for name in imported_names(path.relative_to(ROOT))
         if name.startswith(".") or name.split(".")[0] in LINKS
     ]
     assert not wrong
@@ -115,7 +104,7 @@ def test_heads_and_eval_name_no_heavy_library() -> None:
     wrong = [
         f"{name_of(path)}: {name}"
         for path in sources(*LIGHT_ROOMS)
-        for name in imports(path)
+        for name in imported_names(path.relative_to(ROOT))
         if name.split(".")[0] in HEAVY
     ]
     assert not wrong
@@ -132,7 +121,7 @@ def test_loops_never_ask_which_method_a_head_is_of() -> None:
     imported = [
         f"{name_of(path)}: {name}"
         for path in sources("train", "eval", "data")
-        for name in imports(path)
+        for name in imported_names(path.relative_to(ROOT))
         if any(re.match(rf"draftsmith\.heads\.{method}(_|\.|$)", name) for method in methods())
     ]
     baseline = "eval/drafters/baselines.py"  # a whole model that drafts untrained is a baseline of the same name
@@ -183,7 +172,7 @@ def test_every_file_is_loaded_under_one_name() -> None:
 
 def test_launchables_are_imported_by_nobody() -> None:
     launchables = {module_name(path) for path in ROOM_FILES if is_launchable(path)}
-    importers = [name_of(path) for path in PACKAGE_FILES if launchables & set(imports(path))]
+    importers = [name_of(path) for path in PACKAGE_FILES if launchables & set(imported_names(path.relative_to(ROOT)))]
     assert not importers
 
 
@@ -266,3 +255,118 @@ def test_sdist_and_its_wheel_hold_the_rooms(tmp_path: Path) -> None:
     assert not expected - held
     assert {"draftsmith/py.typed", "draftsmith/__init__.py"} <= held
     assert not {name.split("/")[0] for name in held} - {"draftsmith", wheel.name.split("-py3")[0] + ".dist-info"}
+
+
+TESTS = Path(__file__).resolve().parent
+ASSERTS = re.compile(r"^(assert_\w+|check\w*|raises|warns|fail|run_conformance)$")
+"""Functions that raise where something is not so, by their last name: of pytest, torch.testing, numpy.testing and our own."""
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def called(node: ast.AST) -> set[str]:
+    """The last names of all that is called inside a node."""
+    functions = [item.func for item in ast.walk(node) if isinstance(item, ast.Call)]
+    names = {one.attr for one in functions if isinstance(one, ast.Attribute)}
+    return names | {one.id for one in functions if isinstance(one, ast.Name)}
+
+
+@cache
+def asserts_itself(function: Function) -> bool:
+    """Whether a function has an assertion or calls one of ASSERTS."""
+    has_assert = any(isinstance(item, ast.Assert) for item in ast.walk(function))
+    return has_assert or any(ASSERTS.match(name) for name in called(function))
+
+
+def without_assertion(tree: ast.Module, helpers: dict[str, list[Function]]) -> list[str]:
+    """The tests of a module that assert nothing; helpers: the functions of all tests by name."""
+
+    def asserts(function: Function, seen: frozenset[str]) -> bool:
+        if asserts_itself(function):
+            return True
+        names = called(function)
+        further = [(name, one) for name in names - seen for one in helpers.get(name, ())]
+        return any(asserts(one, seen | {name}) for name, one in further)
+
+    tests = [item for item in ast.walk(tree) if isinstance(item, Function) and item.name.startswith("test_")]
+    return [test.name for test in tests if not asserts(test, frozenset({test.name}))]
+
+
+def test_every_test_asserts_something() -> None:
+    trees = {path: parse(path.relative_to(ROOT)) for path in sorted(TESTS.rglob("*.py"))}
+    helpers: dict[str, list[Function]] = {}
+    for tree in trees.values():
+        for item in ast.walk(tree):
+            if isinstance(item, Function):
+                helpers.setdefault(item.name, []).append(item)
+    tests = {path: tree for path, tree in trees.items() if path.name.startswith("test_")}
+    found = [
+        f"{path.relative_to(TESTS)}: {name}"
+        for path, tree in tests.items()
+        for name in without_assertion(tree, helpers)
+    ]
+    assert len(tests) > 100
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("body", "fine"),
+    [
+        ("assert a", True),
+        ("a()", False),
+        ("with pytest.raises(ValueError):\n  a()", True),
+        ("helper()", True),
+        ("loop()", False),
+    ],
+)
+def test_the_rule_sees_what_asserts(body: str, fine: bool) -> None:
+    text = "def helper():\n  assert 1\ndef loop():\n  loop()\ndef test_it():\n " + body.replace("\n", "\n ")
+    tree = ast.parse(text)
+    helpers = {item.name: [item] for item in tree.body if isinstance(item, ast.FunctionDef)}
+    assert without_assertion(tree, helpers) == ([] if fine else ["test_it"])
+
+
+REMEDY = re.compile(
+    r"\b(answers|data|evaluate|export|features|head|target|tracking|train)\.[a-z_]+|--[a-z]|draftsmith [a-z]"
+)
+ELSEWHERE = re.compile(r"(warning: )?\{[^{}]*\}\.?")
+"""A warning whose words are made where a test of their own holds them."""
+OTHERS = {
+    "is measured again, as it cannot be read": "mended already",
+    "gets no more figures": "nothing of the training is lost",
+    "the next export or evaluation tries again": "mended later, and the error of the dashboard says the rest",
+    "are not the target's own": "what is served is to be changed, not the recipe",
+    "emulates bf16": "the keys are filled in",
+    "do not quote": "the option is filled in",
+    "was made for": "the remedy is filled in",
+    "is not compared with the original": "the key is filled in",
+    "but not exported": "the error that is filled in says what to change",
+    "costs contradict each other": "another program is to be stopped, and the file removed that is filled in",
+    "the target is slower than alone": "the head is to be trained for longer",
+}
+"""Words of the warnings that name none, and why."""
+
+
+def test_warnings_say_what_would_mend_them() -> None:
+    lacking, used = [], set()
+    for path in sources_of_the_product():
+        for node in ast.walk(parse(path)):
+            name = node.func if isinstance(node, ast.Call) and node.args else None
+            called = getattr(name, "attr", getattr(name, "id", None))
+            if not isinstance(node, ast.Call) or called not in ("say", "warn"):
+                continue
+            said = node.args[0]
+            text = "".join(
+                part.value if isinstance(part, ast.Constant) and isinstance(part.value, str) else "{}"
+                for part in (said.values if isinstance(said, ast.JoinedStr) else [said])
+            )
+            if (
+                (called == "say" and not text.startswith("warning: "))
+                or REMEDY.search(text)
+                or ELSEWHERE.fullmatch(text)
+            ):
+                continue
+            used |= (known := {words for words in OTHERS if words in text})
+            lacking += [] if known else [f"{path}:{node.lineno} {text}"]
+    assert not lacking
+    assert used == set(OTHERS), "an exception that is none any more goes"

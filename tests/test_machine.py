@@ -1,5 +1,7 @@
-"""What is said of a machine."""
+"""What is said of a machine, and its memory: freed memory is kept, so that the second large tensor costs no page faults, but kept memory does not grow without end."""
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -36,3 +38,64 @@ def test_what_emulates_it_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.nn.functional, "linear", None)
     assert not faster_in_bf16(CPU)
+
+
+of_glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the settings belong to glibc")
+
+FAULTS = """
+import resource, sys
+import torch
+from draftsmith.memory import keep_freed_memory
+accepted = keep_freed_memory() if sys.argv[1] == "keep" else None
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        torch.ones(48 * 2**20, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+for _ in range(3):
+    faults()  # the heap grows to what is needed
+print(accepted, faults())
+"""
+
+GROWTH = """
+import sys
+import psutil
+import torch
+from draftsmith.memory import HeldMemory, keep_freed_memory
+accepted, held, most, given_back, kept = keep_freed_memory(), HeldMemory(), 0, 0, []
+for step in range(50):
+    # What is freed is too small for the next step, and what is kept lies behind it.
+    freed = torch.ones((step + 1) * 2**20, dtype=torch.uint8)
+    kept.append(torch.ones(100_000, dtype=torch.uint8))
+    del freed
+    if sys.argv[1] == "bounded":
+        given_back += held.step_ended()
+    most = max(most, psutil.Process().memory_info().rss)
+print(accepted, most, given_back)
+"""
+
+
+def run(program: str, mode: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", program, mode], capture_output=True, text=True, check=True)
+    accepted, *figures = done.stdout.split()
+    if accepted == "False":
+        pytest.skip("this C library has no mallopt")
+    return figures
+
+
+@pytest.mark.full
+@of_glibc
+def test_large_tensors_reuse_their_pages() -> None:
+    (kept,), (fresh,) = run(FAULTS, "keep"), run(FAULTS, "leave")
+    # Huge pages may make faults few, but never none.
+    assert int(kept) < 0.1 * int(fresh)
+
+
+@pytest.mark.full
+@of_glibc
+def test_tensors_of_changing_sizes_do_not_fill_the_memory() -> None:
+    (unbounded, _), (bounded, given_back) = run(GROWTH, "free"), run(GROWTH, "bounded")
+    assert int(given_back) > 0
+    assert int(bounded) < 0.7 * int(unbounded)

@@ -1,7 +1,6 @@
 """A miniature of everything that a run needs: target, data, prompts, a recipe and an untrained head."""
 
 import hashlib
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3 import head as eagle3
 from draftsmith.target.target import load_target
-from tests.helpers import save_target
+from tests.helpers import save_target, write_rows
 
 
 def make_workplace(folder: Path, prompts: int = 4) -> Path:
@@ -24,13 +23,13 @@ def make_workplace(folder: Path, prompts: int = 4) -> Path:
             {"id": f"{name}-{i}", "messages": [{"role": "user", "content": f"{name} question {i}: why {i * 7}?"}]}
             for i in range(count)
         ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        write_rows(folder / f"{name}.jsonl", *rows)
     asked = [
         {"id": f"p{i}", "slice": ("chat", "code")[i % 2], "messages": [{"role": "user", "content": f"number {i}?"}]}
         for i in range(prompts)
     ]
     asked[0]["reference"] = "0?"
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in asked))
+    write_rows(folder / "prompts.jsonl", *asked)
     recipe = {
         "name": "mini",
         "target": {"path": str(folder / "target"), "device": "cpu"},

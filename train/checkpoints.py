@@ -16,8 +16,7 @@ from accelerate import Accelerator
 
 from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.json import parse_json, read_object
-from draftsmith.foreign.reading import read_bytes
+from draftsmith.foreign.text import parse_json, read_bytes, read_object
 from draftsmith.heads.base import DraftHead
 from draftsmith.progress import say
 from draftsmith.storage import explain_os_error, flush, sha256_file

@@ -7,7 +7,7 @@ an error.
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import inf
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +19,13 @@ from accelerate import PartialState
 from draftsmith.errors import UserError, first_line
 from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.results.result import Measures, Result, read_result
-from draftsmith.foreign.json import parse_json
-from draftsmith.foreign.reading import read_lines
+from draftsmith.eval.training.forecast import Forecast, Point, forecast
+from draftsmith.eval.training.history import point_of
+from draftsmith.foreign.text import parse_json, read_lines
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Backend, Recipe, TrackingSpec
 from draftsmith.storage import explain_os_error, fingerprint, sha256_file, write_text
-from draftsmith.train.stopping import code_of
+from draftsmith.train.process import code_of
 from draftsmith.train.trackers import DASHBOARDS, Cell, RunInfo, flatten
 
 _COLUMNS: dict[str, Callable[[Measures], Cell]] = {
@@ -164,6 +165,41 @@ class Dashboards:
     def files(self, name: str, files: Mapping[str, Path]) -> None:
         """Let them keep files, by their paths within what is called `name`."""
         self._each(lambda board: board.files(name, files))
+
+
+class Tracker(Dashboards):
+    """The dashboards of a training, with metrics.jsonl, which gets a JSON object per step.
+
+    curve: the evaluations so far, also those before an interruption. The file holds no clock times, so that an interrupted and
+    resumed run leaves the same file.
+    """
+
+    def __init__(self, folder: Path, spec: TrackingSpec, name: str, config: dict[str, Any], resume_step: int) -> None:
+        self.path = folder / "metrics.jsonl"
+        # A run that starts over evaluates its initial head again, as step 0.
+        past = read_past(self.path, resume_step or -1)
+        if self.path.exists():  # what a killed run wrote after its last checkpoint will be written again
+            write_text(self.path, b"".join(past.lines).decode())
+        self.curve = [point for record in past.records if (point := point_of(record, str(self.path)))]
+        super().__init__(folder, spec, name, config, past, fresh=resume_step == 0)
+
+    def foresee(self, record: dict[str, Any], total: int, num_speculative_tokens: int) -> Forecast | None:
+        """Add the evaluation in `record` to the curve, and the forecast of tau after `total` steps to the record; return it,
+        None where none can be made or the training ends here."""
+        point = Point(record["step"], record["tokens"], record["tau"]["overall"])
+        self.curve.append(point)
+        if not 0 < point.step < total:
+            return None
+        expected = forecast(self.curve, round(point.tokens * total / point.step), num_speculative_tokens)
+        if expected is not None:
+            record["forecast"] = asdict(expected)
+        return expected
+
+    def log(self, record: Mapping[str, Any], clocks: Mapping[str, float] | None = None) -> None:
+        """Log one step; its `clocks` (speeds, memory) go to the dashboards alone."""
+        with explain_os_error(self.path), self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        super().log(record, clocks)
 
 
 def read_kept(path: Path) -> dict[str, dict[str, Any]]:

@@ -32,20 +32,24 @@ from draftsmith.recipe.schema import Recipe
 from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from draftsmith.train.checkpoints import Progress, digest_of, load_training_state, save_training_state
-from draftsmith.train.heldout import (
+from draftsmith.train.dashboards import Tracker
+from draftsmith.train.meeting import meeting
+from draftsmith.train.metrics import (
     HeldOut,
+    Pace,
     calibrate_best,
+    check_finite,
     evaluate_heldout,
     make_heldout_batches,
+    step_sums,
+    tuned_figures,
     warn_at_chance,
     warn_at_start,
 )
-from draftsmith.train.meeting import meeting
-from draftsmith.train.metrics import Pace, StepSums, Tracker, check_finite, tuned_figures
 from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
 from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, run_pass, whole_head, whole_state
+from draftsmith.train.process import ENDING, Interrupt
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
-from draftsmith.train.stopping import ENDING, Interrupt
 
 _EARLY = 200
 """Steps until the first evaluation of a long run."""
@@ -277,7 +281,7 @@ class _Run:
             return self._skip_empty_step(progress)
         # Accelerate divides by the accumulation steps and averages over processes: undo both.
         scale = accelerator.num_processes * self.spec.accumulation / divisor
-        sums = StepSums.zeros(self.train_steps, device)
+        sums: list[torch.Tensor] = []
         factor = lr_factor(progress.step, self.total, self.spec)
         set_lr(self.optimizers, factor)
         if self.spec.optimizer == "muon":
@@ -291,21 +295,21 @@ class _Run:
                     output, batch, self.target_head, self.head.draft_vocab, self.spec.loss, warmup_weight
                 )
                 accelerator.backward(scored.loss_sum * (scale * counts))
+                added = step_sums(scored, int((batch.document >= 0).sum()))
+                sums = sums or [torch.zeros_like(part) for part in added]
                 if counts:
-                    sums.add(scored, int((batch.document >= 0).sum()))
+                    sums = [one + part for one, part in zip(sums, added, strict=True)]
                 if accelerator.sync_gradients and self.spec.clip > 0:
                     norm = accelerator.clip_grad_norm_(self.head.parameters(), self.spec.clip)
                     if self.spec.precision != "fp16":  # whose scaler leaves such steps out
-                        check_finite("The loss became", sums.loss, progress.step + 1)
+                        check_finite("The loss became", sums[0], progress.step + 1)
                         check_finite("The norm of the gradient became", norm, progress.step + 1)
                     if norm is not None and isfinite(norm):
                         self.pace.extra["grad_norm"] = float(norm)
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-        loss, step_loss, correct, acceptance, step_rows, tokens, tuned = accelerator.reduce(
-            list(vars(sums).values()), "sum"
-        )
+        loss, step_loss, correct, acceptance, step_rows, tokens, tuned = accelerator.reduce(sums, "sum")
         check_finite("The loss became", loss, progress.step + 1)
         seen, learned = progress.tokens + int(tokens), progress.rows + int(rows)
         progress = replace(progress, step=progress.step + 1, tokens=seen, rows=learned)

@@ -20,8 +20,7 @@ from typing import Any, TextIO
 
 from draftsmith.errors import StoppedError, UserError, first_line
 from draftsmith.storage import explain_os_error
-from draftsmith.train.stopping import ENDING, INTERRUPTED, LAUNCHED, LOST, code_of, on_signals
-from draftsmith.train.world import World, world
+from draftsmith.train.process import ENDING, INTERRUPTED, LAUNCHED, LOST, World, code_of, on_signals, world
 
 MEET = timedelta(minutes=10)
 """How long processes wait until all have come."""

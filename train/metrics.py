@@ -1,9 +1,11 @@
-"""The figures of training: what an optimizer step sums up, the clock, and where they go (metrics.jsonl, dashboards)."""
+"""The figures of training: what an optimizer step sums up, the clock, and a head's loss, accuracy and simulated tau on held-out answers, with
+what it fits to them after training.
+"""
 
-import json
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -12,44 +14,28 @@ import psutil
 import torch
 from torch import Tensor
 
+from draftsmith.data.batch import Batch, TrainBatch, collate, plan_batches
+from draftsmith.data.features.store import FeatureSource
+from draftsmith.decoder.answers import Tally, total
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.training.forecast import Forecast, Point, forecast
-from draftsmith.eval.training.history import point_of
-from draftsmith.heads.losses.head_loss import LossOutput
-from draftsmith.recipe.schema import TrackingSpec
-from draftsmith.storage import explain_os_error, write_text
-from draftsmith.train.dashboards import Dashboards, read_past
+from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate
+from draftsmith.heads.base import DraftHead, HeadOutput, drafting
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.losses.head_loss import LossOutput, head_loss, loss_divisor
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.progress import say
+from draftsmith.target.target import Target, TargetHead
 
 
-@dataclass
-class StepSums:
-    """Sums of one optimizer step over micro-batches; step_loss, correct, acceptance and rows by draft step."""
-
-    loss: Tensor
-    step_loss: Tensor
-    correct: Tensor
-    acceptance: Tensor
-    rows: Tensor
-    tokens: Tensor
-    tuned: Tensor
-
-    @classmethod
-    def zeros(cls, steps: int, device: torch.device) -> "StepSums":
-        """Return sums that are all 0."""
-        z = torch.zeros(steps, device=device)
-        nothing = torch.zeros((), device=device)
-        return cls(nothing.clone(), z, z.clone(), z.clone(), z.clone(), nothing, torch.zeros(4, device=device))
-
-    def add(self, scored: LossOutput, tokens: int) -> None:
-        """Add a micro-batch."""
-        self.loss += scored.loss_sum.detach()
-        self.step_loss += scored.step_loss
-        self.correct += scored.step_correct
-        self.acceptance += scored.step_acceptance
-        self.rows += scored.step_rows
-        self.tokens += tokens
-        if scored.tuned is not None:
-            self.tuned += scored.tuned
+def step_sums(scored: LossOutput, tokens: int) -> list[Tensor]:
+    """Return what an optimizer step sums up over its micro-batches, in float32: the loss; by draft step the loss, the right guesses, the
+    acceptance and the rows; the tokens; `LossOutput.tuned`, zeros where no target is tuned."""
+    tuned = scored.loss_sum.new_zeros(4) if scored.tuned is None else scored.tuned
+    by_step = (scored.step_loss, scored.step_correct, scored.step_acceptance, scored.step_rows)
+    parts = (scored.loss_sum.detach(), *by_step, scored.loss_sum.new_tensor(tokens), tuned)
+    return [part.float() for part in parts]
 
 
 def check_finite(became: str, value: Tensor | float | None, step: int) -> None:
@@ -89,36 +75,131 @@ class Pace:
         return {"tokens_per_second": self.speed(tokens), "memory_gib": used / 2**30, **self.extra}
 
 
-class Tracker(Dashboards):
-    """The dashboards of a training, with metrics.jsonl, which gets a JSON object per step.
+@dataclass(frozen=True)
+class HeldOut:
+    """Figures of a head on the held-out answers.
 
-    curve: the evaluations so far, also those before an interruption. The file holds no clock times, so that an interrupted and
-    resumed run leaves the same file.
+    loss: per supervised row, as in training, over all answers and per slice. accuracy, acceptance: per step.
+    tau: simulated accepted length at K drafts, over all answers and per slice. chance: the accuracy of always guessing
+    the target's most common choice. tuned: "tuned" -> how far a tuned target is from the original (see `tuned_figures`), empty
+    where no target is tuned. A tuned target verifies by its own distribution, but tau is an approximation, since the answers
+    are the original's.
     """
 
-    def __init__(self, folder: Path, spec: TrackingSpec, name: str, config: dict[str, Any], resume_step: int) -> None:
-        self.path = folder / "metrics.jsonl"
-        # A run that starts over evaluates its initial head again, as step 0.
-        past = read_past(self.path, resume_step or -1)
-        if self.path.exists():  # what a killed run wrote after its last checkpoint will be written again
-            write_text(self.path, b"".join(past.lines).decode())
-        self.curve = [point for record in past.records if (point := point_of(record, str(self.path)))]
-        super().__init__(folder, spec, name, config, past, fresh=resume_step == 0)
+    loss: float
+    loss_by_slice: dict[str, float]
+    accuracy: list[float]
+    acceptance: list[float]
+    tau: float
+    tau_by_slice: dict[str, float]
+    chance: float
+    tuned: dict[str, Any]
 
-    def foresee(self, record: dict[str, Any], total: int, num_speculative_tokens: int) -> Forecast | None:
-        """Add the evaluation in `record` to the curve, and the forecast of tau after `total` steps to the record; return it,
-        None where none can be made or the training ends here."""
-        point = Point(record["step"], record["tokens"], record["tau"]["overall"])
-        self.curve.append(point)
-        if not 0 < point.step < total:
-            return None
-        expected = forecast(self.curve, round(point.tokens * total / point.step), num_speculative_tokens)
-        if expected is not None:
-            record["forecast"] = asdict(expected)
-        return expected
 
-    def log(self, record: Mapping[str, Any], clocks: Mapping[str, float] | None = None) -> None:
-        """Log one step; its `clocks` (speeds, memory) go to the dashboards alone."""
-        with explain_os_error(self.path), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
-        super().log(record, clocks)
+def make_heldout_batches(source: FeatureSource, index: Sequence[int], row_tokens: int, rows: int) -> list[Batch]:
+    """Return the held-out batches for the whole run, as samples of `source`, each of one slice."""
+    batches: list[Batch] = []
+    for name in sorted({source.slices[i] for i in index}):
+        # One slice per batch, so that its loss is the slice's.
+        chosen = [i for i in index if source.slices[i] == name]
+        plan = plan_batches([source.lengths[i] for i in chosen], row_tokens=row_tokens, rows=rows, seed=0, epoch=0)
+        batches += [[[chosen[i] for i in row] for row in batch] for batch in plan]
+    return batches
+
+
+@torch.no_grad()
+def evaluate_heldout(
+    head: DraftHead,
+    source: FeatureSource,
+    batches: Sequence[Batch],
+    row_tokens: int,
+    target_head: TargetHead,
+    spec: LossSpec,
+    sampling: Sampling,
+    num_speculative_tokens: int,
+) -> HeldOut:
+    """Evaluate the head on the held-out answers: one training pass, without training's noise, gives the loss and every
+    acceptance probability."""
+    train_steps, num_speculative_tokens = head.trains.steps, head.clamp_draft_length(num_speculative_tokens)
+    device = next(head.parameters()).device
+    losses: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    sums, tuned = torch.zeros(3, train_steps, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    tallies: dict[str, list[Tally]] = defaultdict(list)
+    choices = torch.zeros(target_head.vocab_size, dtype=torch.int64)
+    for plan in batches:
+        samples = [source.get_many(row, head.reads.layer_ids) for row in plan]
+        batch = collate(samples, row_tokens).to(device)
+        with drafting(head):
+            output = head(batch, max(train_steps, num_speculative_tokens))
+            divisor = loss_divisor(batch, spec, head)
+        trained = HeadOutput(output.steps[:train_steps], output.tuned)
+        scored = head_loss(trained, batch, target_head, head.draft_vocab, spec)
+        tuned += 0 if scored.tuned is None else scored.tuned.double().cpu()
+        of_slice = losses[samples[0][0].slice]
+        of_slice[0] += float(scored.loss_sum)
+        of_slice[1] += float(divisor)
+        sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()
+        chosen = batch.top1.flatten()[output.steps[0].rows + 1].cpu()
+        choices += torch.bincount(chosen, minlength=len(choices))
+        accepted = acceptance(output, batch, target_head, head.draft_vocab, sampling)
+        answers = find_answers(batch)
+        for answer, tally in zip(answers, simulate(accepted.c_BLK, answers, num_speculative_tokens), strict=True):
+            tallies[samples[answer.row][answer.document].slice].append(tally)
+    everything = total((t for group in tallies.values() for t in group), num_speculative_tokens)
+    by_slice = {name: total(group, num_speculative_tokens).tau for name, group in sorted(tallies.items())}
+    return HeldOut(
+        sum(loss for loss, _ in losses.values()) / max(sum(divisor for _, divisor in losses.values()), 1),
+        {name: loss / max(divisor, 1) for name, (loss, divisor) in losses.items()},
+        (sums[0] / sums[2].clamp(min=1)).tolist(),
+        (sums[1] / sums[2].clamp(min=1)).tolist(),
+        everything.tau or 0.0,
+        {name: tau for name, tau in by_slice.items() if tau is not None},
+        int(choices.max()) / max(1, int(choices.sum())),
+        tuned_figures(tuned),
+    )
+
+
+def calibrate_best(
+    folder: Path,
+    target: Target,
+    source: FeatureSource,
+    batches: Sequence[Batch],
+    row_tokens: int,
+    sampling: Sampling,
+) -> dict[str, Any]:
+    """Fit the confidence of the finished head in `folder` to the held-out answers, and save it; return its report, nothing
+    where the fit is no better. sampling: that of the answers."""
+    head = load_head(folder, target).to(target.device)
+
+    def passes() -> Iterator[tuple[TrainBatch, HeadOutput, Tensor]]:
+        for plan in batches:
+            samples = [source.get_many(row, head.reads.layer_ids) for row in plan]
+            batch = collate(samples, row_tokens).to(target.device)
+            output = head(batch, head.trains.steps)
+            yield batch, output, acceptance(output, batch, target.head, head.draft_vocab, sampling).c_BLK
+
+    with drafting(head), torch.no_grad():
+        report = head.calibrate(passes())
+    if not report:
+        return {}
+    save_head(head, folder, target)
+    return {"calibration": report}
+
+
+def warn_at_chance(held: HeldOut) -> None:
+    """Warn when the head is no more accurate than always guessing the most common token."""
+    if held.accuracy[0] <= held.chance:
+        say(
+            f"warning: held-out accuracy is {held.accuracy[0]:.3f}, and always guessing the most common token gives "
+            f"{held.chance:.3f}: check the learning rate (train.lr), and with `draftsmith inspect` that the supervised tokens are "
+            "the answers.",
+        )
+
+
+def warn_at_start(warm_start: str | None, best_step: int, best_tau: float) -> None:
+    """Warn when no evaluation was better than that of the head that training started from."""
+    if warm_start is not None and not best_step:
+        say(
+            f"warning: no evaluation was better than that of the head that training started from ({warm_start}, held-out "
+            f"tau {best_tau:.2f}), which is kept: lower train.lr, or train it for longer.",
+        )

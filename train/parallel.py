@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError, first_line
 from draftsmith.fields import shown
-from draftsmith.foreign.json import read_object
-from draftsmith.foreign.yaml import read_yaml
+from draftsmith.foreign.text import read_object, read_yaml
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput
 from draftsmith.machine import faster_in_bf16
 from draftsmith.recipe.parse import find_file
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.train.world import world
+from draftsmith.train.process import world
 
 FSDP, DEEPSPEED = "FSDP", "DEEPSPEED"
 

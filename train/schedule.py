@@ -10,9 +10,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from draftsmith.data.batch import TrainBatch
+from draftsmith.data.batch import TrainBatch, collate, plan_batches
 from draftsmith.data.features.store import FeatureSource
-from draftsmith.data.packing import collate, plan_batches
 from draftsmith.decoder.sampling import row_key
 from draftsmith.recipe.schema import TrainSpec
 

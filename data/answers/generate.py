@@ -20,7 +20,7 @@ from draftsmith.decoder.decode import check_requests, decode
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.foreign.json import read_json_lines
+from draftsmith.foreign.text import read_json_lines
 from draftsmith.progress import Bar
 from draftsmith.storage import explain_os_error, fingerprint
 from draftsmith.target.target import Target

@@ -10,10 +10,8 @@ from typing import Any
 
 from draftsmith.data.conversations.shapes import drop_nulls, row_messages, row_tools
 from draftsmith.errors import UserError, why_not
-from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.hub import why_offline
-from draftsmith.foreign.json import kind_of, read_json, read_json_lines
-from draftsmith.foreign.reading import open_file
+from draftsmith.foreign.code import foreign_code, why_offline
+from draftsmith.foreign.text import kind_of, open_file, read_json, read_json_lines
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _MEND = "mend or remove it"

@@ -10,10 +10,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.batch import Tokenized
-from draftsmith.data.conversations.left_out import left_out, some_of, warn_left_out
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.spans import Rendering, render_conversation
-from draftsmith.data.conversations.templates import render_text, template_name
+from draftsmith.data.conversations.templates import left_out, render_text, some_of, template_name, warn_left_out
 from draftsmith.errors import UserError
 from draftsmith.progress import Bar
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.foreign.json import is_text, parse_json
+from draftsmith.foreign.text import is_text, parse_json
 
 SHAPES = (
     "messages ('messages': a list of {role, content}), "

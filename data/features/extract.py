@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftsmith.data.batch import Features, Tokenized
+from draftsmith.data.batch import Features, Tokenized, plan_chunks, plan_passes
 from draftsmith.data.features.store import (
     INDEX_NAME,
     SHARD_BYTES,
@@ -26,7 +26,6 @@ from draftsmith.data.features.store import (
     read_index,
     readable_bytes,
 )
-from draftsmith.data.packing import plan_chunks, plan_passes
 from draftsmith.errors import UserError
 from draftsmith.progress import Bar, say
 from draftsmith.target.target import Target, TargetHead, describe_context

@@ -25,9 +25,9 @@ from torch import Tensor
 from draftsmith.data.batch import Features
 from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.json import read_object
-from draftsmith.foreign.tensors import check_file_names, read_header
-from draftsmith.foreign.typed import read_dataclass
+from draftsmith.foreign.records import read_dataclass
+from draftsmith.foreign.text import read_object
+from draftsmith.foreign.weights import check_file_names, read_header
 from draftsmith.storage import atomic_path, explain_os_error, sha256_file, sweep, write_text
 
 SCHEMA_VERSION = 1

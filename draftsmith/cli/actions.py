@@ -37,7 +37,7 @@ from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session, choose_device
 from draftsmith.stages.tree_search import search_tree
 from draftsmith.storage import check_file, check_ours, write_json, write_text
-from draftsmith.train.stopping import LAUNCHED
+from draftsmith.train.process import LAUNCHED
 
 
 def run(own: Namespace, words: list[str]) -> int:

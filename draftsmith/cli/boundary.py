@@ -10,7 +10,7 @@ from functools import wraps
 from typing import ParamSpec
 
 from draftsmith.errors import UserError, first_line, one_line, printable, why_not
-from draftsmith.train.stopping import INTERRUPTED, code_of
+from draftsmith.train.process import INTERRUPTED, code_of
 
 P = ParamSpec("P")
 

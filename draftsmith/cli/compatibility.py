@@ -5,9 +5,9 @@ from pathlib import Path
 
 from draftsmith.cli.boundary import put
 from draftsmith.cli.doctor import Check, table
-from draftsmith.data.embedded.default import SHIPPED
+from draftsmith.data.embedded import SHIPPED
 from draftsmith.errors import UserError, one_line
-from draftsmith.foreign.tensors import read_header
+from draftsmith.foreign.weights import read_header
 from draftsmith.heads.files import all_weights_files, read_config, tensor_names
 from draftsmith.heads.formats.recognise import is_head_config, recognise
 from draftsmith.heads.record import read_record

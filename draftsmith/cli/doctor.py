@@ -208,7 +208,7 @@ def check_hub() -> Iterator[Check]:
         yield Check("Hub", "note", f"offline ({', '.join(on)})", "unset it to fetch models or data sets by name")
     else:
         try:
-            why = importlib.import_module("draftsmith.foreign.hub").why_offline()
+            why = importlib.import_module("draftsmith.foreign.code").why_offline()
         except (ImportError, OSError, AttributeError):  # another check says what is missing or broken
             yield Check("Hub", "note", "not asked, as its library cannot be loaded", INSTALL)
         else:

@@ -15,7 +15,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from draftsmith.train.checkpoints import latest_checkpoint
-from draftsmith.train.stopping import ENDING, LOST, end_with_parent, on_signals
+from draftsmith.train.process import ENDING, LOST, end_with_parent, on_signals
 
 
 def main() -> int:

@@ -21,8 +21,7 @@ from draftsmith.stages.session import Session
 from draftsmith.stages.training import learned
 from draftsmith.train.meeting import DATA, wait_for_port
 from draftsmith.train.parallel import check_launch, launch_settings
-from draftsmith.train.stopping import ENDING, LAUNCHED, on_signals
-from draftsmith.train.world import check_started, world
+from draftsmith.train.process import ENDING, LAUNCHED, check_started, on_signals, world
 
 _ONE = ("NO", "MULTI_CPU")
 """Kinds of launch with which Accelerate starts one process, however many are asked for."""

@@ -17,8 +17,7 @@ from draftsmith.errors import UserError, did_you_mean
 from draftsmith.progress import choose_progress
 from draftsmith.recipe.options import take_options
 from draftsmith.train.meeting import together
-from draftsmith.train.stopping import ENDING, LAUNCHED, end_with_launcher, on_signals, raise_terminated
-from draftsmith.train.world import world
+from draftsmith.train.process import ENDING, LAUNCHED, end_with_launcher, on_signals, raise_terminated, world
 
 if TYPE_CHECKING:
     from jsonargparse import ArgumentParser

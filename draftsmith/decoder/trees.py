@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.foreign.json import read_json
-from draftsmith.foreign.reading import MIB
+from draftsmith.foreign.text import MIB, read_json
 from draftsmith.storage import write_text
 
 Choice = tuple[int, ...]

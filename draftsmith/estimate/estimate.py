@@ -18,7 +18,7 @@ from statistics import mean
 from draftsmith.data.conversations.load import Conversation, load_conversations, local_files
 from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
-from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
+from draftsmith.data.embedded import SHIPPED, ensure_embedded
 from draftsmith.data.features.store import DTYPES, readable_bytes
 from draftsmith.errors import UserError, one_line
 from draftsmith.estimate.counting import HeadCost

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from draftsmith.data.answers.generate import BATCHES_PER_CHUNK
+from draftsmith.data.batch import CHUNK_BATCHES
 from draftsmith.data.features.store import DTYPES, estimate_bytes
-from draftsmith.data.packing import CHUNK_BATCHES
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost, TextCost
 from draftsmith.machine import Clocks, available_memory

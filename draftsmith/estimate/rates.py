@@ -18,10 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from draftsmith.data.batch import Features, Tokenized
+from draftsmith.data.batch import Features, Tokenized, collate
 from draftsmith.data.features.extract import compute_features
 from draftsmith.data.features.store import DTYPES
-from draftsmith.data.packing import collate
 from draftsmith.decoder.cache import KVCache, run_draft
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.loop import Stopwatch

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, cast
 from urllib.request import HTTPErrorProcessor, HTTPHandler, HTTPSHandler, Request, build_opener
 
 from draftsmith.errors import UserError, first_line, one_line
-from draftsmith.foreign.json import parse_json
+from draftsmith.foreign.text import parse_json
 
 MOST_BYTES = 1 << 24
 MOST_LINES = 100_000

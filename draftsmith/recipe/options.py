@@ -13,7 +13,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.fields import shown
-from draftsmith.foreign.json import is_text
+from draftsmith.foreign.text import is_text
 
 
 @dataclass(frozen=True)

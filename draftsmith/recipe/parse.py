@@ -20,7 +20,7 @@ from yaml import MarkedYAMLError
 import draftsmith
 from draftsmith.errors import UserError, did_you_mean, one_line
 from draftsmith.fields import find_ranges, shown
-from draftsmith.foreign.yaml import parse_yaml, read_yaml
+from draftsmith.foreign.text import parse_yaml, read_yaml
 from draftsmith.heads.losses.spec import describe_kinds
 from draftsmith.heads.registry import find_method, method_names
 from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from draftsmith.data.conversations.live import LiveAnswer, print_legend
+from draftsmith.data.conversations.show import LiveAnswer, print_legend
 from draftsmith.data.conversations.templates import render_prompt, render_text
 from draftsmith.decoder.answers import Decoded, Generation, Request, tally_generation
 from draftsmith.decoder.decode import decode_batch, decode_live
@@ -25,7 +25,7 @@ from draftsmith.eval.drafters.system import Way
 from draftsmith.progress import say
 from draftsmith.stages.drafters import load_fitting, ways_to_draft
 from draftsmith.stages.session import Session
-from draftsmith.train.stopping import ENDING, Interrupt, Terminated
+from draftsmith.train.process import ENDING, Interrupt, Terminated
 
 ALONE_TOKENS = 32
 """Tokens that the target writes alone after an answer, to see how fast it is."""

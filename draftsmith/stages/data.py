@@ -10,10 +10,9 @@ from typing import Any
 from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.answers.served import AnswerServer, Likeness, likeness
 from draftsmith.data.batch import Tokenized
-from draftsmith.data.conversations.left_out import left_out
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_all, tokenize_conversation
-from draftsmith.data.conversations.templates import prepare_prompts, render_text, template_name
+from draftsmith.data.conversations.templates import left_out, prepare_prompts, render_text, template_name
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.data.features.store import FeatureSource, FeatureStore, read_index
 from draftsmith.errors import UserError
@@ -21,7 +20,7 @@ from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import layer_ids_of
 from draftsmith.progress import say
 from draftsmith.stages.session import Session
-from draftsmith.train.world import world
+from draftsmith.train.process import world
 
 _LOOKED_AT = 64
 """Conversations that are rendered before the target is loaded."""

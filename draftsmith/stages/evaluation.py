@@ -19,7 +19,7 @@ from draftsmith.eval.report.report import write_report
 from draftsmith.eval.results.result import Lossless, Result, TargetInfo, read_result, write_result
 from draftsmith.eval.training.history import read_history
 from draftsmith.fields import fingerprint_fields
-from draftsmith.foreign.journal import Journal
+from draftsmith.foreign.records import Journal
 from draftsmith.heads.record import tuned_from
 from draftsmith.machine import environment
 from draftsmith.progress import say

@@ -39,7 +39,7 @@ from draftsmith.eval.results.result import (
     TargetInfo,
 )
 from draftsmith.eval.simulate.answers import SIMULATED_BATCH, answer_alone
-from draftsmith.foreign.journal import Journal
+from draftsmith.foreign.records import Journal
 from draftsmith.machine import environment
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe

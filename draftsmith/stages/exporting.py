@@ -7,8 +7,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.planner.routing import read_rules
 from draftsmith.eval.planner.verdict import Action
 from draftsmith.fields import fingerprint_fields
-from draftsmith.foreign.json import read_object
-from draftsmith.foreign.reading import read_text
+from draftsmith.foreign.text import read_object, read_text
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.export.export import convert_head, export_head, replaced_files

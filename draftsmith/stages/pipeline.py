@@ -19,8 +19,7 @@ from draftsmith.stages.session import Session, main_process_first
 from draftsmith.stages.training import learned, prepare_training, train_stage, warn_of_untaught
 from draftsmith.train.dashboards import tell_offline, track_results
 from draftsmith.train.meeting import meeting
-from draftsmith.train.stopping import LAUNCHED
-from draftsmith.train.world import world
+from draftsmith.train.process import LAUNCHED, world
 
 COMMAND_STAGES = {
     "run": ("answers", "features", "train", "evaluate", "export"),

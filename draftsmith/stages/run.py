@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from draftsmith.errors import UserError, one_line
-from draftsmith.foreign.json import read_object
+from draftsmith.foreign.text import read_object
 from draftsmith.recipe.record import (
     DIGESTED,
     FILES,
@@ -34,7 +34,7 @@ from draftsmith.recipe.record import (
 )
 from draftsmith.recipe.schema import Recipe
 from draftsmith.storage import EARLIER, claim, earlier, fingerprint, move, remove, sha256_file, sweep, write_json
-from draftsmith.train.world import world
+from draftsmith.train.process import world
 
 
 class RunDirectory:

@@ -15,7 +15,7 @@ import torch
 import draftsmith
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.templates import check_template_keys, check_tokenizer, load_tokenizer
-from draftsmith.data.embedded.default import EmbeddedDefault, ensure_embedded
+from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
 from draftsmith.errors import UserError
 from draftsmith.heads.formats.engines import Again
 from draftsmith.heads.formats.recognise import refuse_head
@@ -33,7 +33,7 @@ from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.pretrained import weights_directory
 from draftsmith.target.target import Target, describe_context
 from draftsmith.train.meeting import STEP, meeting
-from draftsmith.train.world import world
+from draftsmith.train.process import world
 
 
 class Session:

@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost
 from draftsmith.eval.training.history import read_history, tell, untaught
 from draftsmith.fields import fingerprint_fields
-from draftsmith.foreign.json import read_object
+from draftsmith.foreign.text import read_object
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.vocab import (
@@ -40,8 +40,8 @@ from draftsmith.target.shape import shape_of_model
 from draftsmith.train import loop
 from draftsmith.train.checkpoints import window_of
 from draftsmith.train.meeting import meeting
+from draftsmith.train.process import world
 from draftsmith.train.schedule import TrainData
-from draftsmith.train.world import world
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from draftsmith.errors import UserError
 from draftsmith.fields import shown
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.json import read_object
-from draftsmith.foreign.tensors import BITS, TensorSpan
+from draftsmith.foreign.text import read_object
+from draftsmith.foreign.weights import BITS, TensorSpan
 
 MOST_CONFIG_BYTES = 16 * 2**20
 MOST_SIZE = 2**31 - 1

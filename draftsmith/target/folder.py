@@ -19,11 +19,11 @@ from typing import Any, BinaryIO
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig
 
-import draftsmith.foreign.json as foreign
+import draftsmith.foreign.text as foreign
 from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.reading import read_bytes, read_text
-from draftsmith.foreign.tensors import TensorSpan, read_header, read_index
+from draftsmith.foreign.text import read_bytes, read_text
+from draftsmith.foreign.weights import TensorSpan, read_header, read_index
 from draftsmith.storage import sha256_file
 from draftsmith.target.config import check_config_values
 

@@ -26,9 +26,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftsmith.errors import UserError, one_line
 from draftsmith.fields import shown
-from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.gguf import GgufHeader, read_gguf
-from draftsmith.foreign.hub import why_offline
+from draftsmith.foreign.code import foreign_code, why_offline
+from draftsmith.foreign.weights import GgufHeader, read_gguf
 from draftsmith.progress import say
 from draftsmith.storage import atomic_directory, claim, default_cache, fingerprint, sweep, write_json
 from draftsmith.target.config import MOST_SIZE, check_causal, check_config_values, check_weights

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.foreign.typed import read_dataclass
+from draftsmith.foreign.records import read_dataclass
 from draftsmith.target.folder import (
     EMBEDDINGS,
     SOURCE,

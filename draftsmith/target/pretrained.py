@@ -21,9 +21,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import cached_file
 
 from draftsmith.errors import UserError, first_line, why_not
-from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.hub import why_offline
-from draftsmith.foreign.tensors import TensorSpan
+from draftsmith.foreign.code import foreign_code, why_offline
+from draftsmith.foreign.weights import TensorSpan
 from draftsmith.target.config import (
     UNQUANTIZED,
     attention_of,

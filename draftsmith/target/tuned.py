@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith.data.batch import TrainBatch
-from draftsmith.data.packing import plan_passes
+from draftsmith.data.batch import TrainBatch, plan_passes
 from draftsmith.errors import UserError
 from draftsmith.storage import fingerprint
 from draftsmith.target.kernels import without_autocast

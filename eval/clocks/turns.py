@@ -16,7 +16,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.drafters.generate_baseline import GenerateSystem
 from draftsmith.eval.drafters.system import SystemUnderTest, Way
 from draftsmith.eval.simulate.answers import pack_decoded, unpack_decoded
-from draftsmith.foreign.journal import Journal
+from draftsmith.foreign.records import Journal
 from draftsmith.machine import Clocks, ClockWatch
 from draftsmith.progress import Bar
 from draftsmith.target.target import Target

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.data.batch import Tokenized, TrainBatch
+from draftsmith.data.batch import Tokenized, TrainBatch, collate
 from draftsmith.data.features.extract import compute_features
-from draftsmith.data.packing import collate
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Drafter, TargetAlone

@@ -11,7 +11,7 @@ from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.measure import Text, count_texts
 from draftsmith.eval.results.result import Divergence, Lossless
 from draftsmith.eval.simulate.answers import answer_in_parts
-from draftsmith.foreign.journal import Journal
+from draftsmith.foreign.records import Journal
 from draftsmith.progress import Bar
 from draftsmith.target.target import Target
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from draftsmith.decoder.answers import Generation
 from draftsmith.errors import UserError
 from draftsmith.eval.simulate.texts import target_passes, to_sample
-from draftsmith.foreign.json import parse_json
+from draftsmith.foreign.text import parse_json
 from draftsmith.target.target import Target
 
 Judge = Callable[[Generation], Mapping[str, bool]]

@@ -13,7 +13,7 @@ from draftsmith.eval.clocks.costs import fits_in_memory
 from draftsmith.eval.drafters.system import SystemUnderTest, simulate_systems
 from draftsmith.eval.planner.plan import round_cost
 from draftsmith.eval.simulate.answers import SIMULATED_BATCH, answer_alone
-from draftsmith.foreign.journal import Journal
+from draftsmith.foreign.records import Journal
 from draftsmith.progress import say
 from draftsmith.target.target import Target
 

@@ -15,7 +15,7 @@ from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_eva
 from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_rules
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
 from draftsmith.eval.results.result import Result
-from draftsmith.foreign.typed import read_dataclass
+from draftsmith.foreign.records import read_dataclass
 from draftsmith.heads.formats.engines import Again
 from draftsmith.machine import Hardware
 from draftsmith.storage import write_json

@@ -13,7 +13,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.planner.plan import PAYS, Option, Plan, break_even_tokens, by_batch
 from draftsmith.eval.results.reading import read_current
-from draftsmith.foreign.json import read_json
+from draftsmith.foreign.text import read_json
 from draftsmith.heads.formats.engines import steps_in_words
 from draftsmith.storage import write_json
 

@@ -3,7 +3,7 @@
 from typing import Any, TypeVar
 
 from draftsmith.errors import UserError
-from draftsmith.foreign.typed import read_dataclass
+from draftsmith.foreign.records import read_dataclass
 
 T = TypeVar("T")
 _MOST = 1e15

@@ -16,7 +16,7 @@ from draftsmith.eval.results.conditions import Group, explain_past
 from draftsmith.eval.results.equality import Divergence as Divergence
 from draftsmith.eval.results.equality import Lossless as Lossless
 from draftsmith.eval.results.reading import check_figures, read_current
-from draftsmith.foreign.json import read_json
+from draftsmith.foreign.text import read_json
 from draftsmith.machine import Clocks
 from draftsmith.machine import Hardware as Hardware
 from draftsmith.storage import write_json

@@ -9,7 +9,7 @@ from draftsmith.decoder.answers import Decoded, Generation, Request, Round
 from draftsmith.decoder.decode import decode
 from draftsmith.decoder.draft import Drafter, TargetAlone
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.foreign.journal import Journal
+from draftsmith.foreign.records import Journal
 from draftsmith.progress import Bar
 from draftsmith.target.target import Target
 

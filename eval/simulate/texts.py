@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from draftsmith.data.batch import Tokenized, TrainBatch
+from draftsmith.data.batch import Tokenized, TrainBatch, collate
 from draftsmith.data.features.extract import check_samples, compute_features
-from draftsmith.data.packing import collate
 from draftsmith.decoder.answers import Generation, Tally
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import StaticTree

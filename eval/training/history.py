@@ -10,9 +10,8 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.eval.training.forecast import Forecast, Point, forecast
-from draftsmith.foreign.json import parse_json, read_object
-from draftsmith.foreign.reading import read_lines
-from draftsmith.foreign.typed import read_dataclass
+from draftsmith.foreign.records import read_dataclass
+from draftsmith.foreign.text import parse_json, read_lines, read_object
 from draftsmith.heads.vocab import Coverage
 
 UNTAUGHT = 1.1

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.cli.compatibility import find_target_folder
 from draftsmith.cli.main import main
-from draftsmith.data.embedded.default import SHIPPED
+from draftsmith.data.embedded import SHIPPED
 from draftsmith.eval.report.report import render_html, render_markdown
 from draftsmith.eval.results.result import read_result
 from draftsmith.heads.export.export import export_head

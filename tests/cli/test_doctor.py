@@ -174,7 +174,7 @@ def test_a_folder_that_cannot_be_written_or_is_nearly_full(tmp_path: Path, monke
 
 
 def test_cache_folder_is_the_one_that_data_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from draftsmith.data.embedded.default import default_cache
+    from draftsmith.data.embedded import default_cache
 
     for value in (None, str(tmp_path)):
         if value:
@@ -208,7 +208,7 @@ def test_accelerate_configuration(
 def test_offline_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("draftsmith.foreign.hub.why_offline", lambda: None)  # tests/foreign/test_hub.py asks
+    monkeypatch.setattr("draftsmith.foreign.code.why_offline", lambda: None)  # tests/foreign/test_hub.py asks
     assert next(doctor.check_hub()).state == "ok"
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert next(doctor.check_hub()).state == "ok"

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from draftsmith.data.batch import collate
 from draftsmith.data.features.extract import compute_features
-from draftsmith.data.packing import collate
 from draftsmith.decoder.answers import Request, tally_generation, total
 from draftsmith.decoder.decode import decode_batch, decode_live
 from draftsmith.decoder.draft import TargetAlone

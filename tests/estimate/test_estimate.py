@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from draftsmith.cli.main import main
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.templates import load_tokenizer
-from draftsmith.data.embedded.default import SHIPPED
+from draftsmith.data.embedded import SHIPPED
 from draftsmith.data.features.extract import extract
 from draftsmith.decoder.cache import KVCache, run_draft
 from draftsmith.decoder.draft import Draft

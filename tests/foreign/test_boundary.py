@@ -30,7 +30,7 @@ GUARDED = {
 }
 GUARDS = {"foreign_code", "explain_config"}
 OURS = {
-    "data/embedded/default.py": "the packed texts are shipped with the code",
+    "data/embedded": "the packed texts are shipped with the code",
     "heads/formats/engines.py": "served.json is shipped with the code, and start lines are text",
     "heads/export/tuned.py": "reads back what it has just written",
     "heads/formats/targets.py": "targets.json is shipped with the code",

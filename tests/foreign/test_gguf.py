@@ -8,7 +8,7 @@ import pytest
 from gguf import GGUFReader
 
 from draftsmith.errors import UserError
-from draftsmith.foreign.gguf import read_gguf
+from draftsmith.foreign.weights import read_gguf
 from tests.ggufs import write_gguf
 
 

@@ -11,7 +11,7 @@ from draftsmith.cli.doctor import check_hub
 from draftsmith.data.conversations.load import load_conversations
 from draftsmith.data.conversations.templates import load_tokenizer
 from draftsmith.errors import UserError
-from draftsmith.foreign.hub import why_offline
+from draftsmith.foreign.code import why_offline
 from draftsmith.target.gguf_file import open_gguf
 from draftsmith.target.pretrained import load_config, weights_directory
 from tests.foreign.hostile import answering, head

@@ -14,12 +14,21 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from draftsmith.errors import UserError
-from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.json import MOST_DEPTH, parse_json, read_json, read_json_lines, read_object
-from draftsmith.foreign.limits import try_out
-from draftsmith.foreign.reading import open_file, read_bytes, read_lines, read_text
-from draftsmith.foreign.tensors import BITS, read_header, read_index
-from draftsmith.foreign.yaml import MOST_LEVELS, read_yaml
+from draftsmith.foreign.code import foreign_code, try_out
+from draftsmith.foreign.text import (
+    MOST_DEPTH,
+    MOST_LEVELS,
+    open_file,
+    parse_json,
+    read_bytes,
+    read_json,
+    read_json_lines,
+    read_lines,
+    read_object,
+    read_text,
+    read_yaml,
+)
+from draftsmith.foreign.weights import BITS, read_header, read_index
 from tests.bad_inputs.cases import check_sentence, nested
 
 pytestmark = pytest.mark.full

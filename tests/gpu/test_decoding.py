@@ -48,7 +48,7 @@ def trained(method: str) -> DraftHead:
     """A head that has seen the texts a few hundred times, so that some drafts are accepted and some are not."""
     target = make_target()
     head, samples = make_head(target, method), make_texts()
-    from draftsmith.data.packing import collate
+    from draftsmith.data.batch import collate
 
     source = make_data(target, samples).source
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.data.batch import collate
 from draftsmith.data.features.extract import compute_features, extract
-from draftsmith.data.packing import collate
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3.head import Eagle3Head

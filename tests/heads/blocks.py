@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
-from draftsmith.data.batch import TrainBatch
+from draftsmith.data.batch import TrainBatch, collate
 from draftsmith.data.features.extract import compute_features
-from draftsmith.data.packing import collate
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone

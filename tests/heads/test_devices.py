@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from draftsmith.data.batch import collate
 from draftsmith.data.features.extract import compute_features, summarise_logits
-from draftsmith.data.packing import collate
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
@@ -20,7 +20,7 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods
 from draftsmith.target.pretrained import check_target
 from draftsmith.target.target import Target
-from draftsmith.train.heldout import evaluate_heldout, make_heldout_batches
+from draftsmith.train.metrics import evaluate_heldout, make_heldout_batches
 from tests.far_device import far_device, move_module
 from tests.gpu.support import OPTIONS, make_data, make_texts
 from tests.models import make_target, tiny_model

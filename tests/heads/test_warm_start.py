@@ -30,7 +30,7 @@ VOCAB = torch.arange(0, 160, 2)
 
 
 def make_eagle3(target: Target, vocab: torch.Tensor | None = VOCAB, layer_ids=(1, 4), **more) -> Eagle3Head:
-    return exports.make_eagle3(target, vocab, layer_ids, **more)
+    return exports.make_eagle3(target, vocab, layer_ids=layer_ids, **more)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, None], ids=["draft vocab", "whole vocab"])

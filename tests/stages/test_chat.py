@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from draftsmith.cli.main import main
-from draftsmith.data.conversations.live import LiveAnswer, printable
+from draftsmith.data.conversations.show import LiveAnswer, printable
 from draftsmith.data.conversations.templates import render_prompt
 from draftsmith.decoder.answers import Decoded, Generation, Request, Round, tally_generation
 from draftsmith.decoder.decode import decode_batch
@@ -26,8 +26,7 @@ from draftsmith.errors import UserError
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.chat import ALONE_TOKENS, Chat, converse, describe
 from draftsmith.stages.session import Session
-from tests.hearing import hearing_signals
-from tests.helpers import GEMMA
+from tests.helpers import GEMMA, hearing_signals
 from tests.models import save_tiny_target
 from tests.workplace import digests, fails, make_workplace
 

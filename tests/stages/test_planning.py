@@ -20,7 +20,7 @@ from draftsmith.eval.planner.arithmetic import RoundCost
 from draftsmith.eval.planner.routing import read_rules, route, write_rules
 from draftsmith.eval.results.result import DrafterResult, Result, read_result, write_result
 from draftsmith.eval.simulate.answers import answer_alone
-from draftsmith.foreign.journal import Journal
+from draftsmith.foreign.records import Journal
 from draftsmith.machine import hardware
 from draftsmith.target.target import Target
 from tests.models import tiny_model

@@ -1,6 +1,9 @@
-"""What torchrun starts in test_sharded.py: the command line under FSDP2 or DeepSpeed on CPUs, which only tests do.
+"""What torchrun starts in test_processes.py.
 
-Accelerate keeps both for GPUs: this sets up its process state over gloo first, and keeps it from choosing plain CPU
+launched.py train ...                  # the command line under FSDP2 or DeepSpeed on CPUs, which only tests do
+launched.py several FOLDER METHOD ...  # FOLDER/METHOD is a TinyRun, whose run "two" is trained: one pair of processes for all
+
+Accelerate keeps FSDP2 and DeepSpeed for GPUs: this sets up its process state over gloo first, and keeps it from choosing plain CPU
 processes. STOP_AT=N in the environment presses Ctrl-C in step N.
 """
 
@@ -8,13 +11,16 @@ import os
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import accelerate
 from accelerate import DistributedType, PartialState
+from accelerate.state import AcceleratorState, GradientState
 
 from draftsmith.cli.main import main
 from draftsmith.train import loop
+from tests.train.runs import TinyRun
 
 
 class Accelerator(accelerate.Accelerator):
@@ -49,11 +55,26 @@ def press_ctrl_c(step: int) -> None:
     loop.set_lr = set_lr
 
 
+def train_several(folder: Path, methods: list[str]) -> int:
+    """Train the run "two" of each method; return the worst exit code."""
+    codes = []
+    for method in methods:
+        # Checkpoints all the time: the processes must agree on when.
+        words = [*TinyRun(folder / method, method).words("two"), "--train.checkpoint_minutes", "0.001"]
+        codes.append(main(["train", *words]))
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+    return max(codes)
+
+
 if __name__ == "__main__":
-    join_processes()
-    if "STOP_AT" in os.environ:
-        press_ctrl_c(int(os.environ["STOP_AT"]))
-    code = main(sys.argv[1:])
+    if sys.argv[1] == "several":
+        code = train_several(Path(sys.argv[2]), sys.argv[3:])
+    else:
+        join_processes()
+        if "STOP_AT" in os.environ:
+            press_ctrl_c(int(os.environ["STOP_AT"]))
+        code = main(sys.argv[1:])
     PartialState().wait_for_everyone()
     # Gloo often aborts while the interpreters exit.
     sys.stdout.flush()

@@ -25,8 +25,7 @@ from draftsmith.train.checkpoints import Progress, latest_checkpoint, load_train
 from draftsmith.train.dashboards import read_kept
 from draftsmith.train.loop import train
 from draftsmith.train.schedule import TrainData
-from tests.hearing import hearing_signals
-from tests.models import tiny_model
+from tests.helpers import hearing_signals
 
 pytestmark = pytest.mark.full
 
@@ -58,11 +57,6 @@ def make_recipe(**overrides: object) -> Recipe:
         evaluate=EvaluateSpec(num_speculative_tokens=3),
         train=replace(spec, **overrides),  # type: ignore[arg-type]
     )
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama"), path="tiny", fingerprint="0")
 
 
 def read_metrics(folder: Path) -> list[dict]:

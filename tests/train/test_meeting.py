@@ -16,7 +16,7 @@ import pytest
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.train import meeting as meetings
 from draftsmith.train.meeting import Meeting, OthersFailedError, _ending, together
-from draftsmith.train.world import World
+from draftsmith.train.process import World
 
 pytestmark = pytest.mark.full
 

@@ -1,140 +1,124 @@
-"""metrics.jsonl after a kill, and what W&B is given."""
+"""Held-out answers: the loss per slice is that of the slice's answers alone."""
 
-import json
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import torch
 
-from draftsmith.errors import StoppedError, UserError
-from draftsmith.recipe.schema import TrackingSpec
-from draftsmith.train.dashboards import read_kept
-from draftsmith.train.metrics import Tracker
-from draftsmith.train.trackers import TensorBoard, flatten
-
-
-def test_resume_cuts_lines_after_the_checkpoint_and_half_lines(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, TrackingSpec(), "x", {}, 0)
-    for step in (1, 2, 3):
-        tracker.log({"step": step, "loss": 1.0 / step})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')
-    resumed = Tracker(tmp_path, TrackingSpec(), "x", {}, 2)
-    resumed.log({"step": 3, "loss": 0.5})
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[-1]["loss"] == 0.5
-
-
-def test_a_resumed_run_foretells_what_one_that_was_never_cut_does(tmp_path: Path) -> None:
-    for name, cut in (("whole", None), ("cut", 20)):
-        (tmp_path / name).mkdir()
-        tracker = Tracker(tmp_path / name, TrackingSpec(), "x", {}, 0)
-        for step, tau in ((10, 1.4), (20, 1.7), (30, 1.9), (40, 2.0)):
-            record = {"step": step, "tokens": 100 * step, "tau": {"overall": tau, "slices": {}}}
-            found = tracker.foresee(record, 40, 5)
-            assert (found is None) is (step in (10, 40)), (
-                "one evaluation is too few, and at the end there is nothing to foretell"
-            )
-            assert ("forecast" in record) is (found is not None)
-            tracker.log(record)
-            if step == cut:
-                tracker = Tracker(tmp_path / name, TrackingSpec(), "x", {}, cut)
-    assert (tmp_path / "cut" / "metrics.jsonl").read_text() == (tmp_path / "whole" / "metrics.jsonl").read_text()
+from draftsmith.data.batch import Tokenized, collate
+from draftsmith.data.features.extract import OnlineSource
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.simulate import acceptance as simulate
+from draftsmith.heads.base import HeadOutput, Trains, agree
+from draftsmith.heads.block.base import BlockHead
+from draftsmith.heads.eagle3 import Eagle3Options
+from draftsmith.heads.eagle3.head import build
+from draftsmith.heads.losses import head_loss as losses
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.recipe.schema import TrainSpec
+from draftsmith.target.target import Target
+from draftsmith.train import loop
+from draftsmith.train.metrics import HeldOut, evaluate_heldout, make_heldout_batches
+from draftsmith.train.parallel import make_accelerator
+from tests.heads.blocks import LOSSES, make_head, make_target
+from tests.models import tiny_model
 
 
-def test_a_run_that_starts_again_begins_the_file_anew(tmp_path: Path) -> None:
-    for _ in range(2):
-        Tracker(tmp_path, TrackingSpec(), "x", {}, 0).log({"step": 0, "tau": 2.0})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "tau": 2.0}\n'
+def samples() -> list[Tokenized]:
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for i in range(9):
+        ids = torch.randint(5, 150, (12 + 3 * i,), generator=generator)
+        found.append(Tokenized(ids, torch.arange(len(ids)) >= 4, f"s{i}", ("chat", "code", "math")[i % 3]))
+    return found
 
 
-def wandb_run(**calls: Any) -> SimpleNamespace:
-    """A run of W&B that takes everything; calls: what it does instead."""
-    nothing = dict.fromkeys(("log", "finish", "define_metric"), lambda *args, **options: None)
-    return SimpleNamespace(**nothing | calls)
+def test_batches_hold_one_slice_and_losses_add_up() -> None:
+    target = Target(tiny_model("llama"), path="tiny", fingerprint="0")
+    torch.manual_seed(0)
+    head = build(Eagle3Options(layer_ids=[2, 4, 6], ttt_steps=2), target, None)
+    source = OnlineSource(target, samples(), (2, 4, 6))
+    every = list(range(9))
+    batches = make_heldout_batches(source, every, 48, 2)
+    assert sorted(i for batch in batches for row in batch for i in row) == every
+    for batch in batches:
+        assert len({source.slices[i] for row in batch for i in row}) == 1
+
+    def held(index: list[int]):  # type: ignore[no-untyped-def]
+        plan = make_heldout_batches(source, index, 48, 2)
+        return evaluate_heldout(head, source, plan, 48, target.head, LossSpec(), Sampling(1.0), 3)
+
+    everything = held(every)
+    rows = {}
+    for name in ("chat", "code", "math"):
+        index = [i for i in every if source.slices[i] == name]
+        alone = held(index)
+        assert everything.loss_by_slice[name] == pytest.approx(alone.loss, rel=1e-5)
+        assert everything.tau_by_slice[name] == pytest.approx(alone.tau, rel=1e-5)
+        rows[name] = sum(len(samples()[i].ids) - 4 - 1 for i in index)
+    mean = sum(everything.loss_by_slice[name] * rows[name] for name in rows) / sum(rows.values())
+    assert everything.loss == pytest.approx(mean, rel=1e-5)
 
 
-def test_a_run_that_starts_again_is_a_dashboard_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = []
-    run = wandb_run()
-    monkeypatch.setattr("wandb.init", lambda **options: ids.append(options["id"]) or run)
-    for step in (0, 5, 0):
-        with Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, step):
-            pass
-    assert ids[0] == ids[1] != ids[2]
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_block_drafters_are_judged_piece_by_piece(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is trained a block begins at every row: their logits are never held together, and the figures are those
+    of all at once."""
+    target = make_target()
+    head = make_head(method, target, torch.arange(0, 160, 3)).train()
+    source = OnlineSource(target, samples(), head.reads.layer_ids)
+    plan = make_heldout_batches(source, list(range(9)), 48, 2)
+
+    def held() -> HeldOut:
+        return evaluate_heldout(head, source, plan, 48, target.head, LOSSES[method], Sampling(1.0), 3)
+
+    rows: list[int] = []
+    real = type(head).logits
+
+    def logits(self: BlockHead, states: torch.Tensor) -> torch.Tensor:
+        rows.append(states.shape[:-1].numel())
+        return real(self, states)
+
+    monkeypatch.setattr(type(head), "logits", logits)
+    whole = held()
+    most = max(rows)
+    rows.clear()
+    monkeypatch.setattr(losses, "_CHUNK_ROWS", 5)
+    monkeypatch.setattr(simulate, "_CHUNK_ROWS", 7)
+    pieces = held()
+    assert max(rows) == 7 < most
+    for name, value in asdict(whole).items():
+        assert getattr(pieces, name) == pytest.approx(value, rel=1e-5), name
+    # As in training, where all logits are one product.
+    batch = collate([source.get_many([0, 1], head.reads.layer_ids)], 48)
+    head.eval()
+    for ours, theirs in zip(head(batch, 3).steps, no_grad(head)(batch, 3).steps, strict=True):
+        assert torch.equal(ours.rows, theirs.rows)
+        assert agree(ours.logits, theirs.logits)
 
 
-def test_a_dashboard_that_fails_on_the_way_ends_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def log(values: dict[str, float], step: int) -> None:
-        logged.append(step)
-        if step == 2:
-            raise ConnectionError("the network is down")
-
-    logged: list[int] = []
-    monkeypatch.setattr("wandb.init", lambda **options: wandb_run(log=log))
-    with Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, 0) as tracker:
-        for step in (1, 2, 3):
-            tracker.log({"step": step})
-    assert logged == [1, 2]
-    assert "Weights & Biases failed and gets no more figures (the network is down)" in capsys.readouterr().err
-    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+def no_grad(head: BlockHead) -> Callable[..., HeadOutput]:
+    return torch.no_grad()(head.__call__)
 
 
-def test_a_dashboard_that_does_not_start_is_said_and_the_others_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr("wandb.init", lambda **options: wandb_run(finish=lambda exit_code: ended.append(exit_code)))
-    monkeypatch.setattr(TensorBoard, "start", lambda board: (_ for _ in ()).throw(OSError("no\nroom")))
-    with pytest.raises(UserError, match=r"TensorBoard did not start \(no room\): leave tensorboard out"):
-        Tracker(tmp_path, TrackingSpec(wandb="online", backends=["tensorboard"]), "x", {}, 0)
-    assert ended == [1]
-
-
-def test_a_dashboard_that_is_added_later_gets_the_steps_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[tuple[int, float]] = []
-    run = wandb_run(log=lambda values, step: logged.append((step, values["train/loss"])))
-    monkeypatch.setattr("wandb.init", lambda **options: run)
-    for spec, steps in ((TrackingSpec(), (1, 2, 3, 4)), (TrackingSpec(wandb="online"), (3, 4, 5))):
-        with Tracker(tmp_path, spec, "x", {}, steps[0] - 1) as tracker:
-            for step in steps:
-                tracker.log({"step": step, "loss": 1.0 / step})
-    assert logged == [(step, 1.0 / step) for step in (1, 2, 3, 4, 5)]
-
-
-def test_damage_to_what_dashboards_are_given_again_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "dashboards.jsonl"
-    path.write_text('{"clocks": {"1": {"speed": 1.0}}}\n{"clocks": {"1": {"speed": 2.0}}}\n{"clocks": {"2')
-    assert read_kept(path) == {"clocks": {"1": {"speed": 2.0}}}
-    path.write_text("[1]\n")
-    with pytest.raises(UserError, match=r"dashboards.jsonl, line 1 holds nothing for a dashboard: remove the file"):
-        read_kept(path)
-
-
-def test_flatten_leaves_out_what_is_missing() -> None:
-    assert flatten({"a": None, "b": {"c": [1, None]}}) == {"b/c/0": 1}
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (UserError("The loss became nan"), 2),
-        (StoppedError("interrupted"), 130),
-        (StoppedError("preempted", 143), 143),
-        (KeyboardInterrupt(), 130),
-        (RuntimeError("a bug"), 1),
-    ],
-)
-def test_a_run_that_did_not_finish_ends_as_such_on_wandb(
-    error: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    codes: list[int] = []
-    run = wandb_run(finish=lambda exit_code: codes.append(exit_code))
-    monkeypatch.setattr("wandb.init", lambda **options: run)
-    with pytest.raises(type(error)), Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, 0):
-        raise error
-    assert codes == [code]
+def test_calibration_computes_in_the_precision_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "best").mkdir()
+    seen = []
+    monkeypatch.setattr(loop, "calibrate_best", lambda *_: seen.append(torch.is_autocast_enabled("cpu")) or {})
+    for precision in ("bf16", "no"):
+        recipe = SimpleNamespace(answers=SimpleNamespace(sampling=Sampling()))
+        run = SimpleNamespace(
+            head=SimpleNamespace(trains=Trains(outputs=frozenset({"confidence"}))),
+            folder=tmp_path,
+            data=SimpleNamespace(source=None),
+            heldout_batches=[],
+            spec=TrainSpec(precision=precision),
+            recipe=recipe,
+            accelerator=make_accelerator(TrainSpec(precision=precision), torch.device("cpu")),
+            target=None,
+        )
+        loop._Run._calibrate(run)
+    assert seen == [True, False]

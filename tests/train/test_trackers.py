@@ -16,8 +16,7 @@ import pytest
 from draftsmith.errors import StoppedError
 from draftsmith.eval.results.result import read_result
 from draftsmith.recipe.schema import Backend, Recipe, TrackingSpec
-from draftsmith.train.dashboards import tell_offline, track_results
-from draftsmith.train.metrics import Tracker
+from draftsmith.train.dashboards import Tracker, tell_offline, track_results
 
 MEASURED = Path(__file__).resolve().parents[2] / "docs" / "results" / "smollm2" / "eagle3" / "t0" / "result.json"
 CONFIG = {"recipe": {"seed": 1, "head": {"layer_ids": [2, 4]}}, "versions": {"torch": "2"}, "commit": None}

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.cli.main import main as draftsmith
-from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
+from draftsmith.data.embedded import SHIPPED, ensure_embedded
 from draftsmith.machine import environment_json
 from draftsmith.storage import EARLIER, write_json
 from scripts.bench.faults.damage import WAYS

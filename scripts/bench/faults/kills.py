@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from draftsmith.train.stopping import end_with_parent
+from draftsmith.train.process import end_with_parent
 
 OPERATIONS = ("unlink", "rmdir", "rename", "replace", "mkdir", "fsync", "open")
 """What is counted: each may be the last thing that a process does."""

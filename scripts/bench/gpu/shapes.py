@@ -23,9 +23,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.data.batch import Tokenized, TrainBatch
+from draftsmith.data.batch import Tokenized, TrainBatch, collate
 from draftsmith.data.features.extract import OnlineSource, compute_features, extract
-from draftsmith.data.packing import collate
 from draftsmith.decoder.answers import Decoded, Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Drafter, TargetAlone

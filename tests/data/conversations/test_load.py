@@ -1,24 +1,19 @@
+"""Rows of data sets of any shape, loaded from files and from the Hub."""
+
 import json
-from pathlib import Path
 
 import pytest
 
 from draftsmith.data.conversations.load import Conversation, load_conversations
+from draftsmith.data.conversations.shapes import drop_nulls
 from draftsmith.errors import UserError
+from tests.helpers import write_rows
 
-SHARED = Path(__file__).resolve().parents[3].parent / "shared"
 Q, A = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "One."}
 
 
-def write(path, *rows):
-    path.write_text(
-        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8"
-    )
-    return str(path)
-
-
 def test_messages_with_id_and_slice(tmp_path):
-    path = write(tmp_path / "talk.jsonl", {"id": 7, "slice": "math", "messages": [Q, A]}, {"messages": [Q]})
+    path = write_rows(tmp_path / "talk.jsonl", {"id": 7, "slice": "math", "messages": [Q, A]}, {"messages": [Q]})
     assert load_conversations([path]) == [
         Conversation("7", "math", (Q, A)),
         Conversation("talk-2", "talk", (Q,)),
@@ -29,7 +24,7 @@ def test_messages_with_id_and_slice(tmp_path):
 def test_references_of_any_kind_come_along(tmp_path):
     references = [6, "six", {"sum": 6}, None]
     rows = [{"messages": [Q], "reference": reference} for reference in references]
-    assert [c.reference for c in load_conversations([write(tmp_path / "talk.jsonl", *rows)])] == references
+    assert [c.reference for c in load_conversations([write_rows(tmp_path / "talk.jsonl", *rows)])] == references
 
 
 def test_prompt_is_what_the_target_answers():
@@ -39,18 +34,15 @@ def test_prompt_is_what_the_target_answers():
         Conversation("x", "s", (A,)).prompt()
 
 
-def test_not_utf8(tmp_path):
-    path = tmp_path / "latin.jsonl"
-    path.write_bytes('{"messages": [{"role": "user", "content": "é"}]}\n'.encode("latin-1"))
-    with pytest.raises(UserError, match="line 1 is not UTF-8"):
-        load_conversations([str(path)])
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    path = tmp_path / "marked.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"messages": [Q]}).encode())
     assert load_conversations([str(path)])[0].messages == (Q,)
 
 
 def test_duplicate_ids_name_both_lines(tmp_path):
-    first = write(tmp_path / "a.jsonl", {"messages": [Q, A]}, {"id": "x", "messages": [Q, A]})
-    second = write(tmp_path / "b.jsonl", {"id": "x", "messages": [Q]})
+    first = write_rows(tmp_path / "a.jsonl", {"messages": [Q, A]}, {"id": "x", "messages": [Q, A]})
+    second = write_rows(tmp_path / "b.jsonl", {"id": "x", "messages": [Q]})
     with pytest.raises(UserError, match=r"'x' is used twice, at .*a\.jsonl, line 2 and at .*b\.jsonl, line 1"):
         load_conversations([first, second])
 
@@ -58,15 +50,15 @@ def test_duplicate_ids_name_both_lines(tmp_path):
 def test_made_ids_are_unique(tmp_path):
     for folder in ("one", "two", "three"):
         (tmp_path / folder).mkdir()
-        write(tmp_path / folder / "talk.jsonl", {"messages": [Q, A]})
+        write_rows(tmp_path / folder / "talk.jsonl", {"messages": [Q, A]})
     assert sorted(c.id for c in load_conversations([str(tmp_path)])) == ["talk-1", "talk-1-2", "talk-1-3"]
 
 
 def test_folder_glob_json_and_limit(tmp_path):
     for name in ("b", "a"):
-        write(tmp_path / f"{name}.jsonl", *({"messages": [Q, A]} for _ in range(3)))
+        write_rows(tmp_path / f"{name}.jsonl", *({"messages": [Q, A]} for _ in range(3)))
     (tmp_path / "c.json").write_text(json.dumps([{"messages": [Q]}, {"messages": [Q, A]}], indent=1))
-    write(tmp_path / "d.json", {"messages": [Q]})
+    write_rows(tmp_path / "d.json", {"messages": [Q]})
     (tmp_path / "notes.txt").write_text("not data")
     everything = [c.id for c in load_conversations([str(tmp_path)])]
     assert everything == ["a-1", "a-2", "a-3", "b-1", "b-2", "b-3", "c-1", "c-2", "d-1"]
@@ -133,7 +125,7 @@ def test_missing_source(source, message):
 def test_empty_sources(tmp_path):
     with pytest.raises(UserError, match=r"holds no \.jsonl"):
         load_conversations([str(tmp_path)])
-    empty = write(tmp_path / "empty.jsonl")
+    empty = write_rows(tmp_path / "empty.jsonl")
     with pytest.raises(UserError, match=r"No conversation in .*empty\.jsonl"):
         load_conversations([empty])
     (tmp_path / "rows.csv").write_text("a,b")
@@ -141,9 +133,134 @@ def test_empty_sources(tmp_path):
         load_conversations([str(tmp_path / "rows.csv")])
 
 
-@pytest.mark.skipif(not (SHARED / "prompts").is_dir(), reason="the shared material is not beside the repository")
-def test_shared_prompts():
-    prompts = load_conversations([str(SHARED / "prompts" / "in_domain.jsonl")])
-    assert len(prompts) == 140
-    assert {p.slice for p in prompts} == {"chat", "code", "math", "rag", "json"}
-    assert all(p.prompt() == p.messages for p in prompts)
+def load_one(tmp_path, row):
+    (conversation,) = load_conversations([write_rows(tmp_path / "rows.jsonl", row)])
+    return conversation
+
+
+def test_sharegpt_function_call_and_system_column(tmp_path):
+    row = {
+        "system": "Help.",
+        "tools": '[{"type": "function", "function": {"name": "add"}}]',
+        "conversations": [
+            {"from": "human", "value": "2+2?"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2}}'},
+            {"from": "observation", "value": "4"},
+        ],
+    }
+    conversation = load_one(tmp_path, row)
+    assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "tool"]
+    assert conversation.messages[2]["tool_calls"] == [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    ]
+    assert conversation.tools == ({"type": "function", "function": {"name": "add"}},)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"instruction": "Add.", "input": "2, 2", "output": "4"}, [("user", "Add.\n\n2, 2"), ("assistant", "4")]),
+        ({"instruction": "Hi.", "input": "", "output": "Ho."}, [("user", "Hi."), ("assistant", "Ho.")]),
+        ({"instruction": "Hi.", "output": ""}, [("user", "Hi.")]),
+        (
+            {"system": "Help.", "instruction": "Hi.", "output": "Ho."},
+            [("system", "Help."), ("user", "Hi."), ("assistant", "Ho.")],
+        ),
+        (
+            {"instruction": "b?", "history": [["a?", "One."]], "output": "Two."},
+            [("user", "a?"), ("assistant", "One."), ("user", "b?"), ("assistant", "Two.")],
+        ),
+        ({"prompt": "a?"}, [("user", "a?")]),
+        ({"prompt": "a?", "completion": "One."}, [("user", "a?"), ("assistant", "One.")]),
+        (
+            {"prompt": "b?", "history": [["a?", "One."]], "completion": "Two."},
+            [("user", "a?"), ("assistant", "One."), ("user", "b?"), ("assistant", "Two.")],
+        ),
+        (
+            {"prompt": [Q], "completion": [A], "system": "Help."},
+            [("system", "Help."), ("user", "a?"), ("assistant", "One.")],
+        ),
+        ({"Prompt": [Q], "completion": None}, [("user", "a?")]),
+        ({"prompt": "ignored", "messages": [Q]}, [("user", "a?")]),
+    ],
+)
+def test_rows_without_a_list_of_turns(tmp_path, row, expected):
+    assert [(m["role"], m["content"]) for m in load_one(tmp_path, row).messages] == expected
+
+
+def test_tool_calls_as_openai_writes_them(tmp_path):
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    answer = {
+        "role": "tool",
+        "tool_call_id": "c1",
+        "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "!"}],
+    }
+    row = {"messages": [Q, {"role": "assistant", "content": None, "tool_calls": [call]}, answer], "tools": []}
+    conversation = load_one(tmp_path, row)
+    called, result = conversation.messages[1:]
+    assert called["tool_calls"][0]["function"]["arguments"] == {"a": 2}
+    assert called["tool_calls"][0]["id"] == "c1"
+    assert called["content"] == ""
+    assert (result["content"], result["tool_call_id"]) == ("4\n!", "c1")
+    assert conversation.tools is None
+
+
+@pytest.mark.parametrize(
+    "word", ["function_call", "Function_Call", "function-call", "FunctionCall", "tool_call", "TOOL CALL"]
+)
+def test_roles_count_in_any_spelling(tmp_path, word):
+    text = json.dumps({"name": "add", "parameters": {"a": 2}})
+    called = load_one(tmp_path, {"conversations": [{"from": "Human", "value": "a?"}, {"from": word, "value": text}]})
+    assert called.messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2}}
+    assert called.messages[1]["content"] == ""
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "One."}]},
+        {"content": [{"type": "reasoning", "text": "hm"}, "One."]},
+        {"content": "One.", "reasoning": "hm"},
+        {"content": "One.", "thinking": "hm", "reasoning_content": ""},
+        {"content": "One.", "reasoningContent": "hm"},
+    ],
+)
+def test_thoughts_are_reasoning_content(tmp_path, turn):
+    conversation = load_one(tmp_path, {"messages": [Q, {"role": "assistant", **turn}]})
+    assert conversation.messages[1] == {**A, "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "kept"),
+    [
+        ({"weight": 0}, {"weight": 0}),
+        ({"weight": 1}, {}),
+        ({"train": False}, {"weight": 0}),
+        ({"train": True}, {}),
+        ({"loss": False}, {"weight": 0}),
+    ],
+)
+def test_weights_of_turns(tmp_path, keys, kept):
+    conversation = load_one(tmp_path, {"messages": [{**Q, "weight": 0}, {**A, **keys}]})
+    assert conversation.messages == (Q, {**A, **kept})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"functions": [{"name": "add", "parameters": {}}]},
+        {"tools": [{"type": "function", "name": "add", "parameters": {}}]},
+        {"Tools": json.dumps([{"type": "function", "function": {"name": "add", "parameters": {}}}])},
+    ],
+)
+def test_schemas_are_as_engines_ask_for_them(tmp_path, row):
+    schema = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    assert load_one(tmp_path, {"messages": [Q], **row}).tools == (schema,)
+
+
+def test_nulls_that_arrow_fills_in_are_dropped_at_every_depth():
+    row = {
+        "id": None,
+        "messages": [{"content": "x", "tool_calls": [{"arguments": {"a": 1, "b": None}}]}, {"name": None}],
+    }
+    assert drop_nulls(row) == {"messages": [{"content": "x", "tool_calls": [{"arguments": {"a": 1}}]}, {}]}

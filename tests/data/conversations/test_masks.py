@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.data.conversations.load import load_conversations
 from draftsmith.data.conversations.masks import (
     TokenizeStats,
     tokenize_all,
@@ -18,9 +17,8 @@ from draftsmith.data.conversations.templates import (
 )
 from draftsmith.errors import UserError
 from tests import helpers
-from tests.helpers import learnt, talk, tiny_tokenizer
+from tests.helpers import talk, tiny_tokenizer
 
-SHARED = Path(__file__).resolve().parents[3].parent / "shared"
 THREE = talk("a?", "One.", "b?", "Two.\n", "c?", "Three")
 
 
@@ -177,16 +175,3 @@ def test_a_chat_template_of_ones_own(tmp_path: Path) -> None:
         file.unlink() if wrong is None else file.write_text(wrong)
         with pytest.raises(UserError, match=said):
             load_tokenizer(str(tmp_path / "model"), chat_template=str(file))
-
-
-@pytest.mark.skipif(not (SHARED / "target").is_dir(), reason="the shared material is not beside the repository")
-def test_shared_target_on_shared_conversations():
-    tokenizer = load_tokenizer(str(SHARED / "target"))
-    check_tokenizer(tokenizer, 6144)
-    conversations = load_conversations([str(SHARED / "conversations")], limit=100)
-    found = tokenize_all(tokenizer, conversations)
-    assert [s.sample_id for s in found.samples] == [c.id for c in conversations]
-    for sample, conversation in zip(found.samples, conversations, strict=True):
-        assert learnt(tokenizer, sample) == [conversation.messages[1]["content"] + "<|im_end|>"]
-        start = int(sample.mask.int().argmax())
-        assert sample.ids[:start].tolist() == render_prompt(tokenizer, conversation.prompt())

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftsmith.data.batch import Features, Tokenized
+from draftsmith.data.batch import Features, Tokenized, plan_chunks
 from draftsmith.data.features import extract as extract_module
 from draftsmith.data.features.extract import OnlineSource, compute_features, digest_samples, extract, summarise_logits
 from draftsmith.data.features.store import FeatureStore, read_index
-from draftsmith.data.packing import plan_chunks
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
-from tests.models import KINDS, tiny_model
+from tests.data.features.test_store import all_bytes
+from tests.models import KINDS, make_target, tiny_model
 
 pytestmark = pytest.mark.full
 
@@ -35,14 +35,6 @@ def make_samples(count: int = 40, seed: int = 0) -> list[Tokenized]:
             )
         )
     return samples
-
-
-def memory_target(kind: str = "llama") -> Target:
-    return Target(tiny_model(kind), path="memory", fingerprint="none")
-
-
-def all_bytes(path: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
 def assert_features(ours: Features, theirs: Features, exact: bool) -> None:
@@ -72,7 +64,7 @@ def slow_oracle(target: Target, sample: Tokenized) -> Features:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_store_online_and_one_by_one_agree(kind: str, tmp_path: Path) -> None:
-    target, samples = memory_target(kind), make_samples()
+    target, samples = make_target(kind), make_samples()
     store = extract(target, samples, tmp_path / "features", **SMALL)
     online = OnlineSource(target, samples, LAYERS, batch_tokens=64)
     assert len(list((tmp_path / "features").glob("shard-*"))) > 2
@@ -90,7 +82,7 @@ def test_store_online_and_one_by_one_agree(kind: str, tmp_path: Path) -> None:
 
 
 def test_store_equals_online_bit_for_bit_in_the_same_batches(tmp_path: Path) -> None:
-    target, samples = memory_target(), make_samples()
+    target, samples = make_target(), make_samples()
     store = extract(target, samples, tmp_path, **SMALL)
     chunks = plan_chunks(store.lengths, 64)
     assert len(chunks) > 1
@@ -102,7 +94,7 @@ def test_store_equals_online_bit_for_bit_in_the_same_batches(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_teacher_belongs_to_the_stored_states(dtype: str, tmp_path: Path) -> None:
-    target, samples = memory_target(), make_samples(6)
+    target, samples = make_target(), make_samples(6)
     store = extract(target, samples, tmp_path, **{**SMALL, "dtype": dtype})
     for features in store.get_many(range(6)):
         assert features.aux.dtype == features.last.dtype == getattr(torch, dtype)
@@ -112,7 +104,7 @@ def test_teacher_belongs_to_the_stored_states(dtype: str, tmp_path: Path) -> Non
 
 
 def test_logits_are_never_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = memory_target()
+    target = make_target()
     last = target.forward(make_samples(1)[0].ids[None]).last[0]
     top1, logsumexp = summarise_logits(target.head, last)
     rows, original = [], type(target.head).logits
@@ -135,7 +127,7 @@ def test_logits_are_never_larger_than_allowed(monkeypatch: pytest.MonkeyPatch) -
 def test_interrupted_and_resumed_gives_identical_files(
     call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, samples = memory_target(), make_samples()
+    target, samples = make_target(), make_samples()
     extract(target, samples, tmp_path / "whole", **SMALL)
     lengths = [len(sample.ids) for sample in samples]
     computed: list[int] = []
@@ -164,7 +156,7 @@ def test_interrupted_and_resumed_gives_identical_files(
 
 def test_the_size_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     samples = make_samples(10)
-    extract(memory_target(), samples, tmp_path, **SMALL)
+    extract(make_target(), samples, tmp_path, **SMALL)
     captured = capsys.readouterr()
     assert captured.err.startswith("Features of 10 samples, ")
     assert "KB" in captured.err
@@ -175,7 +167,7 @@ def test_the_size_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture) -
 
 
 def refused(tmp_path: Path, samples: list[Tokenized], *words: str, **options: object) -> None:
-    target = memory_target()
+    target = make_target()
     with pytest.raises(UserError) as info:
         extract(target, samples, tmp_path / "features", **{**SMALL, **options})
     text = str(info.value)
@@ -195,14 +187,14 @@ def test_bad_samples_layers_and_dtype(tmp_path: Path) -> None:
     refused(tmp_path, samples, "8", layer_ids=(2, 8))
     refused(tmp_path, samples, "int4", dtype="int4")
     with pytest.raises(UserError, match="int4"):
-        OnlineSource(memory_target(), samples, LAYERS, dtype="int4")
+        OnlineSource(make_target(), samples, LAYERS, dtype="int4")
 
 
 def test_changed_samples_or_target_are_noticed(tmp_path: Path) -> None:
     samples = make_samples(5)
-    extract(memory_target(), samples, tmp_path, **SMALL)
+    extract(make_target(), samples, tmp_path, **SMALL)
     with pytest.raises(UserError, match="list of samples"):
-        extract(memory_target(), samples[::-1], tmp_path, **SMALL)
+        extract(make_target(), samples[::-1], tmp_path, **SMALL)
     other = Target(tiny_model("llama", seed=1), path="memory", fingerprint="other")
     with pytest.raises(UserError, match="another target"):
         extract(other, samples, tmp_path, **SMALL)
@@ -216,7 +208,7 @@ def test_a_longer_list_of_samples_adds_to_the_store(tmp_path: Path, monkeypatch:
     """What is kept has the same id, tokens, mask and target; the store is the one that all the samples would have given at once."""
     samples, settings, computed = make_samples(12), SMALL | {"batch_tokens": 1}, []
     flipped = Tokenized(samples[0].ids, ~samples[0].mask, samples[0].sample_id, samples[0].slice)
-    extract(memory_target(), [flipped, *samples[9:4:-1]], tmp_path / "fewer", **settings)
+    extract(make_target(), [flipped, *samples[9:4:-1]], tmp_path / "fewer", **settings)
 
     def counted(target: Target, missing: list[Tokenized], *rest: object) -> list[Features]:
         computed.extend(sample.sample_id for sample in missing)
@@ -227,6 +219,6 @@ def test_a_longer_list_of_samples_adds_to_the_store(tmp_path: Path, monkeypatch:
     extract(other, samples[5:7], tmp_path / "other", **settings)
     for name, expected in (("fewer", {*range(5), 10, 11}), ("other", set(range(12))), ("none", set(range(12)))):
         computed.clear()
-        extract(memory_target(), samples, tmp_path / f"after-{name}", **settings, kept=tmp_path / name)
+        extract(make_target(), samples, tmp_path / f"after-{name}", **settings, kept=tmp_path / name)
         assert sorted(computed) == sorted(f"line-{number}" for number in expected)
     assert all_bytes(tmp_path / "after-fewer") == all_bytes(tmp_path / "after-none")

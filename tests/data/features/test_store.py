@@ -231,8 +231,6 @@ def test_other_target_and_other_layers(tmp_path: Path) -> None:
     ("change", "word"),
     [
         ({"fingerprint": "e" * 16}, "target"),
-        ({"layer_ids": (0, 2)}, "layer_ids"),
-        ({"dtype": "bfloat16"}, "dtype"),
         ({"samples": "x"}, "list of samples"),
         ({"shard_bytes": 7}, "shard_bytes"),
     ],

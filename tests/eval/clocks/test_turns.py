@@ -15,17 +15,11 @@ from draftsmith.eval.clocks.turns import Turns, run_systems
 from draftsmith.eval.drafters import system
 from draftsmith.eval.drafters.generate_baseline import GENERATE, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.foreign.journal import Journal
+from draftsmith.foreign.records import Journal
 from draftsmith.target.target import Target
-from tests.models import tiny_model
 
 REQUESTS = [Request(str(i), "ab"[i % 2], (3 + i, 5), 4) for i in range(8)]
 AGAIN = SystemUnderTest("again", "prompt_lookup", lambda k: TargetAlone(), 1, 1, fixed_length=False)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama"), path="tiny", fingerprint="0")
 
 
 def run(target: Target, journal: Journal | None = None) -> Turns:

@@ -15,7 +15,7 @@ from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.simulate import answers
 from draftsmith.eval.simulate.headless import simulate_prompt_lookup
-from draftsmith.foreign.journal import Journal
+from draftsmith.foreign.records import Journal
 from draftsmith.target.target import Target
 from tests.models import tiny_model
 
@@ -32,11 +32,6 @@ SYSTEMS = [
         simulate=lambda target, answers, sampling, k: simulate_prompt_lookup(answers, k),
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama"), path="tiny", fingerprint="0")
 
 
 def test_an_interrupted_check_goes_on_with_the_answer_it_was_at(

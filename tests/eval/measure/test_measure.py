@@ -32,7 +32,6 @@ from draftsmith.eval.results.conditions import Group
 from draftsmith.eval.results.result import Costs, DrafterResult, Measures, Percentiles, PromptSums
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.target.target import Target
-from tests.models import tiny_model
 
 
 def answer(name: str, slice_name: str, rounds: list[int], drafted: int = 2) -> Generation:
@@ -228,11 +227,6 @@ def test_loops_are_a_six_gram_four_times() -> None:
     assert not is_looping([*gram * 3, 1, 2, 3, 4, 5])
     assert not is_looping([*range(10, 30)] * 3)
     assert not is_looping([1, 2])
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama"), path="tiny", fingerprint="0")
 
 
 @pytest.mark.parametrize("length", [1, 2, 30])

@@ -16,7 +16,7 @@ from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.dspark import calibration
 from draftsmith.heads.dspark.calibration import calibrate, expected_calibration_error, fit_temperatures, survival
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.train import heldout as after_training
+from draftsmith.train import metrics as after_training
 from tests.heads.blocks import trained
 
 TEMPERATURES = torch.tensor([0.5, 1.0, 2.0, 3.0], dtype=torch.float64)

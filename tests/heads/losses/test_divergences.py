@@ -19,13 +19,11 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import find_method, methods
 from draftsmith.recipe.parse import recipe_parser
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.target.target import Target
 from draftsmith.train.optimizers import build_optimizers
 from scripts.bench.pages import losses
 from tests.batches import documents_of, pack
 from tests.gpu.support import OPTIONS
 from tests.heads.losses.oracles import ORACLES, Row
-from tests.models import tiny_model
 
 pytestmark = pytest.mark.full
 
@@ -129,11 +127,6 @@ def test_distributions_with_zeros_give_finite_losses_and_gradients(spec, logits)
     loss.sum().backward()
     assert loss.isfinite().all()
     assert x.grad.isfinite().all()
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama"), path="memory", fingerprint="none")
 
 
 @pytest.mark.parametrize(

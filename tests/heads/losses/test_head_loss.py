@@ -18,14 +18,8 @@ from draftsmith.heads.medusa.head import MedusaOptions, build
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.heads.losses.oracles import ORACLES, Row
-from tests.models import tiny_model
 
 VOCAB = torch.arange(0, 160, 2)
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama"), path="memory", fingerprint="none")
 
 
 @pytest.fixture(scope="module")

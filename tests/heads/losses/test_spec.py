@@ -22,12 +22,6 @@ from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
-from tests.models import tiny_model
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama"), path="memory", fingerprint="none")
 
 
 @pytest.fixture(scope="module")

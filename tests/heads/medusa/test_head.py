@@ -40,8 +40,8 @@ def trained(
     original_lm_head: bool = False, num_layers: int = 1, temperature: float = 0.0
 ) -> "tuple[Target, MedusaHead]":
     """Heads fitted to some of the target's answers, so that drafts are accepted at every depth."""
+    from draftsmith.data.batch import collate
     from draftsmith.data.features.extract import compute_features
-    from draftsmith.data.packing import collate
     from draftsmith.eval.simulate.texts import to_sample
 
     target = make_target() if temperature == 0 else make_target(initializer_range=0.06)

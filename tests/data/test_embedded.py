@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from draftsmith.data import embedded
 from draftsmith.data.conversations.load import load_conversations
 from draftsmith.data.conversations.masks import tokenize_all
-from draftsmith.data.embedded import default
-from draftsmith.data.embedded.default import EmbeddedDefault, ensure_embedded
+from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
 from draftsmith.errors import UserError
 
 pytestmark = pytest.mark.full
 
-UNSEEN = Path(__file__).parents[2] / "fixtures" / "embedded_unseen.jsonl"
+UNSEEN = Path(__file__).parents[1] / "fixtures" / "embedded_unseen.jsonl"
 """Conversations made like those that the target learned from, of another seed."""
 TRAINED_ON = "7300864c83f2be9993891494007cc8f1515b8678b494c3244f55ba80daf61f72"
 """SHA-256 of the conversations that the shipped target has learned."""
@@ -54,7 +54,7 @@ def test_the_files_hold_the_corpus_and_held_out_prompts(made: EmbeddedDefault) -
 
 
 def test_a_second_call_reuses(made: EmbeddedDefault, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default, "_write_texts", None)
+    monkeypatch.setattr(embedded, "_write_texts", None)
     cache = made.prompts.parent.parent
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(cache))
     assert ensure_embedded() == made
@@ -63,9 +63,9 @@ def test_a_second_call_reuses(made: EmbeddedDefault, monkeypatch: pytest.MonkeyP
 
 def test_the_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DRAFTSMITH_CACHE", str(tmp_path))
-    assert default.default_cache() == tmp_path
+    assert embedded.default_cache() == tmp_path
     monkeypatch.delenv("DRAFTSMITH_CACHE")
-    assert default.default_cache() == Path.home() / ".cache" / "draftsmith"
+    assert embedded.default_cache() == Path.home() / ".cache" / "draftsmith"
 
 
 def test_a_cache_that_is_no_folder_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.data import packing
-from draftsmith.data.batch import Features
-from draftsmith.data.packing import CHUNK_BATCHES, _best_fit, collate, plan_batches, plan_chunks, plan_passes
+from draftsmith.data import batch as batches
+from draftsmith.data.batch import CHUNK_BATCHES, Features, _best_fit, collate, plan_batches, plan_chunks, plan_passes
 from draftsmith.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=120)
@@ -79,7 +78,7 @@ def test_epochs_and_seeds_differ_and_order_is_random():
 def test_windows_are_of_one_size(count, monkeypatch):
     """A last one of a single sample would be a batch, and so an optimizer step, of that alone."""
     seen = []
-    monkeypatch.setattr(packing, "_best_fit", lambda samples, *rest: seen.append(len(samples)) or [list(samples)])
+    monkeypatch.setattr(batches, "_best_fit", lambda samples, *rest: seen.append(len(samples)) or [list(samples)])
     plan_batches([1] * count, row_tokens=50, rows=2, seed=0, epoch=0)
     assert sum(seen) == count
     assert max(seen, default=0) <= 1024
@@ -164,12 +163,3 @@ def test_chunks_end_where_they_hold_enough_tokens(lengths, limit):
     for chunk in chunks:
         own = plan_passes(lengths[chunk.start : chunk.end], limit)
         assert chunk.batches == tuple(tuple(chunk.start + i for i in batch) for batch in own)
-
-
-def test_every_chunk_takes_the_same_number_of_tokens():
-    full = 3 * CHUNK_BATCHES
-    assert [(chunk.start, chunk.end) for chunk in plan_chunks([1] * 3 * full, 3)] == [
-        (0, full),
-        (full, 2 * full),
-        (2 * full, 3 * full),
-    ]

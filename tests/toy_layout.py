@@ -12,7 +12,7 @@ from tests.toy_drafter import BigramHead, BigramOptions, build
 
 SCHEMA = Schema(
     name="bigram_table",
-    tensors=(TensorRow("table", ("V", "V")),),
+    tensors=(TensorRow("table"),),
     keys={"vocab_size": lambda export: len(export.head.table)},  # the reader makes the table of it
 )
 

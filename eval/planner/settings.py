@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.eval.planner.decision import Decision
-from draftsmith.heads.formats.engines import ENGINES, Serving, Snippet
+from draftsmith.heads.formats.engines import ENGINES, Serving, Snippet, one_gpu
 from draftsmith.heads.formats.layout import default_layout, layouts_of, target_obstacle
-from draftsmith.heads.formats.splits import one_gpu
 from draftsmith.heads.registry import is_known
 from draftsmith.storage import write_text
 from draftsmith.target.folder import local_folder, read_object

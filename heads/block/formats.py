@@ -1,7 +1,4 @@
-"""What DFlash and DSpark have of the layouts of their published code, which vLLM reads: schema and reading.
-
-Symbols in shapes: those of LLAMA_KEYS; A aux layers, r rank of DSpark's bias.
-"""
+"""What DFlash and DSpark have of the layouts of their published code, which vLLM reads: schema and reading."""
 
 import operator
 from collections.abc import Mapping
@@ -36,7 +33,6 @@ from draftsmith.heads.formats.schema import (
     Schema,
     TensorRow,
     draft_vocab_size,
-    layer_sizes,
     llama_layer,
 )
 from draftsmith.target.target import Target
@@ -61,25 +57,21 @@ class BlockSchema(Schema):
             return tensors
         return {**tensors, LM_HEAD: export.target.head.weight[ids], D2T: vocab_offsets(ids)}
 
-    def sizes(self, export: Export, config: Config) -> dict[str, int]:
-        rank, H = config.get("markov_rank", 0), config["hidden_size"]
-        return {**layer_sizes(config), "A": len(export.head.reads.layer_ids), "r": rank, "H+r": H + rank}
-
 
 def _reduced(config: Config) -> bool:
     return config["draft_vocab_size"] != config["vocab_size"]
 
 
 _TENSORS = (
-    TensorRow("fc.weight", ("H", "A*H")),
-    TensorRow("hidden_norm.weight", ("H",)),
+    TensorRow("fc.weight"),
+    TensorRow("hidden_norm.weight"),
     *llama_layer("layers.{m}."),
-    TensorRow("layers.{m}.self_attn.q_norm.weight", ("D",)),
-    TensorRow("layers.{m}.self_attn.k_norm.weight", ("D",)),
-    TensorRow("norm.weight", ("H",)),
-    TensorRow(LM_HEAD, ("W", "H"), when=_reduced),
-    TensorRow(D2T, ("W",), dtype=torch.int64, when=_reduced),
-    TensorRow(EMBEDDING, ("V", "H"), optional=True),
+    TensorRow("layers.{m}.self_attn.q_norm.weight"),
+    TensorRow("layers.{m}.self_attn.k_norm.weight"),
+    TensorRow("norm.weight"),
+    TensorRow(LM_HEAD, when=_reduced),
+    TensorRow(D2T, dtype=torch.int64, when=_reduced),
+    TensorRow(EMBEDDING, optional=True),
 )
 _KEYS = {
     **{key: value for key, value in LLAMA_KEYS.items() if key != "mlp_bias"},

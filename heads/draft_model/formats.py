@@ -1,7 +1,4 @@
-"""Draft models as a directory that transformers and the engines load like any Llama: schema, and reading.
-
-Symbols in shapes: those of LLAMA_KEYS.
-"""
+"""Draft models as a directory that transformers and the engines load like any Llama: schema, and reading."""
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
@@ -52,10 +49,10 @@ def _end(name: str) -> Callable[[Export], Any]:
 DRAFT_MODEL = ModelSchema(
     name="draft_model",
     tensors=(
-        TensorRow(EMBEDDING, ("V", "H")),
+        TensorRow(EMBEDDING),
         *llama_layer("model.layers.{m}."),
-        TensorRow("model.norm.weight", ("H",)),
-        TensorRow(PROJECTION, ("V", "H"), when=lambda config: not config["tie_word_embeddings"]),
+        TensorRow("model.norm.weight"),
+        TensorRow(PROJECTION, when=lambda config: not config["tie_word_embeddings"]),
     ),
     keys={
         "architectures": ["LlamaForCausalLM"],

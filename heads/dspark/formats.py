@@ -47,10 +47,10 @@ DSPARK = block.block_schema(
     "dspark",
     "Qwen3DSparkModel",
     tensors=(
-        TensorRow("markov_head.markov_w1.weight", ("V", "r")),
-        TensorRow("markov_head.markov_w2.weight", ("W", "r")),
-        TensorRow("confidence_head.proj.weight", ("1", "H+r"), when=_confident),
-        TensorRow("confidence_head.proj.bias", ("1",), when=_confident),
+        TensorRow("markov_head.markov_w1.weight"),
+        TensorRow("markov_head.markov_w2.weight"),
+        TensorRow("confidence_head.proj.weight", when=_confident),
+        TensorRow("confidence_head.proj.bias", when=_confident),
     ),
     keys={
         "markov_rank": attrgetter("head.options.markov_rank"),

@@ -1,7 +1,6 @@
 """The layouts of EAGLE-3, which P-EAGLE shares: the flat one and that of speculators, and how heads in them are read.
 
-How each engine takes them stands in the formats.py of both methods. Symbols in shapes: those of LLAMA_KEYS, H being the draft's
-width; Ht target hidden, A aux layers.
+How each engine takes them stands in the formats.py of both methods.
 """
 
 from collections.abc import Mapping
@@ -29,7 +28,6 @@ from draftsmith.heads.formats.schema import (
     TensorRow,
     draft_vocab_size,
     flatten,
-    layer_sizes,
     llama_layer,
     renamed,
     target_reference,
@@ -55,9 +53,6 @@ class FusedSchema(Schema):
         marks = torch.zeros(V, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
         return {**tensors, "d2t": vocab_offsets(ids), "t2d": marks}
 
-    def sizes(self, export: Export, config: Config) -> dict[str, int]:
-        return {**layer_sizes(config), "Ht": export.target.hidden_size, "A": len(export.head.reads.layer_ids)}
-
 
 def _has_vocab_map(config: Config) -> bool:
     """vLLM refuses d2t beside a whole vocabulary; every engine takes a missing one as the identity."""
@@ -67,18 +62,18 @@ def _has_vocab_map(config: Config) -> bool:
 
 # The tensors by the head's names. Later layers, which are plain, are called by their number in every engine that takes them.
 _TENSORS = (
-    TensorRow("fc.weight", ("H", "A*Ht")),
-    TensorRow("fc_norm.{i}.weight", ("Ht",), when=lambda config: config["fc_norm"]),
-    TensorRow("input_norm.weight", ("A*Ht",), when=lambda config: config["norm_before_fc"]),
-    *llama_layer(NATIVE_LAYER, reads="2*H"),
-    TensorRow(f"{NATIVE_LAYER}hidden_norm.weight", ("H",)),
+    TensorRow("fc.weight"),
+    TensorRow("fc_norm.{i}.weight", when=lambda config: config["fc_norm"]),
+    TensorRow("input_norm.weight", when=lambda config: config["norm_before_fc"]),
+    *llama_layer(NATIVE_LAYER),
+    TensorRow(f"{NATIVE_LAYER}hidden_norm.weight"),
     *llama_layer("layers.{m}."),
-    TensorRow("norm.weight", ("H",)),
-    TensorRow("lm_head.weight", ("W", "H")),
-    TensorRow("d2t", ("W",), dtype=torch.int64, when=_has_vocab_map),
-    TensorRow("t2d", ("V",), dtype=torch.bool, when=_has_vocab_map),
+    TensorRow("norm.weight"),
+    TensorRow("lm_head.weight"),
+    TensorRow("d2t", dtype=torch.int64, when=_has_vocab_map),
+    TensorRow("t2d", dtype=torch.bool, when=_has_vocab_map),
 )
-_EMBEDDING = TensorRow(EMBEDDING, ("V", "H"))
+_EMBEDDING = TensorRow(EMBEDDING)
 
 
 def _layer_ids(export: Export) -> list[int]:

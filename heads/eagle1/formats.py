@@ -6,7 +6,7 @@ biases of query, key and value under `qkv_bias`; SGLang knows only `attention_bi
 projection too. EAGLE's own reader is `eagle/model/{ea_model,cnets1}.py`.
 
 Engines compute the drafts' logits with the target's projection. Its scale and softcap change no rank; a bias does, and
-neither adds it, hence the rule below. Symbols in shapes: those of LLAMA_KEYS, H being the width of draft and target alike.
+neither adds it, hence the rule below.
 """
 
 from operator import attrgetter
@@ -55,15 +55,11 @@ class SglangSchema(Eagle1Schema):
 
 def _tensors(biased: str) -> tuple[TensorRow, ...]:
     """The tensors that both engines read; the key `biased` asks for the biases of query, key and value."""
-    widths = {"q_proj": "N*D", "k_proj": "G*D", "v_proj": "G*D"}
     return (
-        TensorRow("fc.weight", ("H", "2*H")),
+        TensorRow("fc.weight"),
         *(row for row in llama_layer("layers.0.") if "input_layernorm" not in row.name),  # `fc` reads it as it is
-        *(
-            TensorRow(f"layers.0.self_attn.{n}.bias", (w,), when=lambda config: config[biased])
-            for n, w in widths.items()
-        ),
-        TensorRow(EMBEDDING, ("V", "H"), optional=True),
+        *(TensorRow(f"layers.0.self_attn.{n}_proj.bias", when=lambda config: config[biased]) for n in "qkv"),
+        TensorRow(EMBEDDING, optional=True),
     )
 
 
@@ -90,8 +86,8 @@ EAGLE1_SGLANG = SglangSchema(
     name="eagle1_sglang",
     tensors=(
         *_tensors("attention_bias"),
-        TensorRow(FC_BIAS, ("H",)),
-        TensorRow(OUTPUT_BIAS, ("H",), when=lambda config: config["attention_bias"]),
+        TensorRow(FC_BIAS),
+        TensorRow(OUTPUT_BIAS, when=lambda config: config["attention_bias"]),
     ),
     keys={
         "architectures": ["LlamaForCausalLMEagle"],

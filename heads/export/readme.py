@@ -12,9 +12,8 @@ from draftsmith.heads.formats.engines import (
     split_obstacle,
     steps_in_words,
 )
-from draftsmith.heads.formats.layout import Layout, joined, target_obstacle
+from draftsmith.heads.formats.layout import Layout, drafts_for, joined, target_obstacle
 from draftsmith.heads.formats.schema import ModelFiles
-from draftsmith.heads.formats.targets import drafts_for
 from draftsmith.target.target import Target
 
 README = "README.md"

@@ -11,11 +11,12 @@ from typing import Any
 from warnings import catch_warnings, simplefilter
 
 import torch
+from safetensors.torch import load_file
 
 from draftsmith.heads.base import agree
 from draftsmith.heads.checkpoint import CONFIG, model_directory
 from draftsmith.heads.export.readme import README
-from draftsmith.heads.formats.schema import target_reference
+from draftsmith.heads.formats.schema import ModelFiles, Schema, TensorRow, target_reference
 from draftsmith.heads.record import RECORD, TUNED, write_record
 from draftsmith.storage import write_json
 from draftsmith.target.folder import weight_files
@@ -26,7 +27,9 @@ from draftsmith.target.tuned import TunedTarget, view_of
 
 FOLDERS = {"merge": "target", "keep": "adapter"}
 """The folder of the target's export, next to that of the heads."""
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_READ = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
+"""What engines take for granted of an adapter: they apply no biases, and no tensors but LoRA's."""
 # What a folder of a model holds besides weights and configuration: tokenizer, chat template, generation, code.
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.py")
 _NOT_COPIED = (CONFIG, README, RECORD, ADAPTER_CONFIG)
@@ -82,6 +85,10 @@ def write_adapter(method: str, tuned: TunedTarget, dest: Path) -> TargetIdentity
         config |= {"base_model_name_or_path": target_reference(original), "lora_alpha": float(spec.alpha)}
         config["target_modules"] = sorted(config["target_modules"])
         write_json(folder / ADAPTER_CONFIG, config)
+        lora = (name for name, _ in tuned.model.get_base_model().named_parameters() if ".lora_" in name)
+        rows = tuple(TensorRow(f"base_model.model.{name.replace('.default.', '.')}") for name in lora)
+        Schema("adapter", rows, {}).check(ModelFiles(config, load_file(folder / ADAPTER_WEIGHTS), torch.float32))
+        assert {key: config[key] for key in _READ} == _READ, "the adapter has more than engines read"
         write_record(folder, method, "adapter", original.identity)
         (folder / README).write_text(_adapter_readme(method, tuned), encoding="utf-8")
         with catch_warnings():

@@ -1,20 +1,18 @@
-"""The serving engines, one record each, and the lines that start them, ready to be pasted.
+"""The serving engines, one record each: how they split a draft over GPUs, and the lines that start them, ready to be pasted.
 
-What an engine does with the files of one layout (its start lines, limits, caveats) stands with the layout, in the method's
-formats.py, which names one of the `start_...` functions here, and caveats at the end; in the records is what holds for all
-layouts.
+What an engine does with the files of one layout stands with the layout, in the method's formats.py, which names one of the
+`start_...` functions here, and caveats at the end; in the records is what holds for all layouts.
 """
 
 import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from draftsmith.heads.formats import splits
-from draftsmith.heads.formats.schema import ModelFiles
+from draftsmith.heads.formats.schema import ModelFiles, flatten
 from draftsmith.target.gguf_file import is_gguf
 
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -27,6 +25,61 @@ _SGLANG_BY_BATCH = ("EAGLE", "EAGLE3")
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _MEASURE = "compare tokens per second with and without the draft"
 """What to do where an engine counts nothing, or nobody knows where."""
+_FEWER = "serve on fewer GPUs"
+Split = Callable[[ModelFiles, int], Iterator[str]]
+"""(files, number of GPUs) -> why the engine cannot split them so and what to do; the text follows the engine's name."""
+
+
+def _divided(files: ModelFiles, gpus: int) -> Iterator[str]:
+    """vLLM, SGLang and TensorRT-LLM build EAGLE drafts in the target's tensor-parallel group, and divide their layer: query heads
+    and the feed-forward layer are divided, key/value heads divided or repeated. Medusa's blocks are never divided."""
+    config = flatten(files.config)
+    if "num_attention_heads" not in config:
+        return
+    heads, groups, width = (config[key] for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"))
+    if heads % gpus:
+        yield f"divides its {heads} query heads: {_FEWER}, or train with a multiple of {gpus} in head.num_attention_heads"
+    if groups % gpus and gpus % groups:
+        yield (
+            f"divides or repeats its {groups} key/value heads: {_FEWER}, or train with a divisor or a multiple of {gpus} in "
+            "head.num_key_value_heads"
+        )
+    if width % gpus:
+        yield (
+            f"divides the {width} units of its feed-forward layer: {_FEWER}, or train with a multiple of {gpus} in "
+            "head.intermediate_size"
+        )
+
+
+def _vllm(files: ModelFiles, gpus: int) -> Iterator[str]:
+    """vLLM pads vocabularies to a multiple of 64 before it divides them, SGLang and TensorRT-LLM to whatever divides. Its
+    `draft_tensor_parallel_size` changes nothing of that (0.32; issue 17499 of vllm-project/vllm)."""
+    config = flatten(files.config)
+    yield from _divided(files, gpus)
+    for rows in sorted({config["vocab_size"], config.get("draft_vocab_size", config["vocab_size"])}):
+        padded = -(-rows // 64) * 64
+        if padded % gpus:
+            yield f"pads its {rows} tokens to {padded} and divides them: {_FEWER}, 2, 4 or 8"
+
+
+def _tgi(files: ModelFiles, gpus: int) -> Iterator[str]:
+    """TGI divides Medusa's blocks where it computes them beside the target's projection."""
+    H, projection = len(files.tensors["0.0.linear.weight"]), f"0.{files.config['medusa_num_layers']}.weight"
+    if projection not in files.tensors and H % gpus:
+        yield (
+            f"divides the {H} units of its blocks: {_FEWER}, or train with head.original_lm_head false, whose blocks are "
+            "repeated on every GPU"
+        )
+
+
+def one_gpu(_: ModelFiles, gpus: int) -> Iterator[str]:
+    """The split of a program that runs on one GPU."""
+    yield "knows no tensor parallelism: leave export.tensor_parallel at 1"
+
+
+def _whole_layers(_: ModelFiles, gpus: int) -> Iterator[str]:
+    """llama.cpp distributes whole layers, and a draft has one: `-devd` says which GPU takes it."""
+    yield from ()
 
 
 @dataclass(frozen=True)
@@ -35,7 +88,7 @@ class Engine:
 
     version: the one whose source or manual the layouts were checked against; which layouts it was also run with stands in
     served.json. counters: where it tells how many drafted tokens were accepted; `_MEASURE` where nobody knows. split: what keeps
-    it from dividing a draft over GPUs, None for a program that serves nothing; `splits.one_gpu` until its source was read.
+    it from dividing a draft over GPUs, None for a program that serves nothing; `one_gpu` until its source was read.
     serves_adapters: whether it drafts for a target with a LoRA adapter, by its source. Where it does not, the README starts it
     without the draft.
     no_gguf: what keeps it from drafting for a target in a GGUF file, in words that follow its name; None where it does.
@@ -44,7 +97,7 @@ class Engine:
     title: str
     version: str
     counters: str
-    split: splits.Split | None
+    split: Split | None
     serves_adapters: bool
     no_gguf: str | None
 
@@ -57,7 +110,7 @@ ENGINES: dict[str, Engine] = {
         "0.32.0",
         "`vllm:spec_decode_num_drafts` and `vllm:spec_decode_num_accepted_tokens` under /metrics: 1 + accepted / drafts is "
         "tau",
-        split=splits.vllm,
+        split=_vllm,
         serves_adapters=True,
         no_gguf="reads GGUF files with a plugin alone (vllm-gguf-plugin), and takes their format for the draft as well",
     ),
@@ -65,29 +118,27 @@ ENGINES: dict[str, Engine] = {
         "SGLang",
         "0.5.23",
         "`accept len` in its log is tau",
-        split=splits.divided,
+        split=_divided,
         serves_adapters=False,
         no_gguf="keeps the embeddings of a GGUF file packed, which its drafts share, and takes its format for the draft as well",
     ),
     "tensorrt_llm": Engine(
-        "TensorRT-LLM", "commit 00679c66c", _MEASURE, split=splits.divided, serves_adapters=False, no_gguf=_NO_GGUF
+        "TensorRT-LLM", "commit 00679c66c", _MEASURE, split=_divided, serves_adapters=False, no_gguf=_NO_GGUF
     ),
     "llama_cpp": Engine(
         "llama.cpp",
         "commit 0c1e57098",
         "`draft_n` and `draft_n_accepted` in the `timings` of every answer",
-        split=splits.whole_layers,
+        split=_whole_layers,
         serves_adapters=False,
         no_gguf=None,
     ),
-    "tgi": Engine("TGI", "commit 91560ed93", _MEASURE, split=splits.tgi, serves_adapters=False, no_gguf=_NO_GGUF),
+    "tgi": Engine("TGI", "commit 91560ed93", _MEASURE, split=_tgi, serves_adapters=False, no_gguf=_NO_GGUF),
     "medusa_original": Engine(
-        "FasterDecoding/Medusa", "main", _GROWS, split=splits.one_gpu, serves_adapters=False, no_gguf=_NO_GGUF
+        "FasterDecoding/Medusa", "main", _GROWS, split=one_gpu, serves_adapters=False, no_gguf=_NO_GGUF
     ),
     "transformers": Engine("transformers", "5.23.0", _MEASURE, split=None, serves_adapters=False, no_gguf=None),
-    "hydra_original": Engine(
-        "zankner/Hydra", "main", _GROWS, split=splits.one_gpu, serves_adapters=False, no_gguf=_NO_GGUF
-    ),
+    "hydra_original": Engine("zankner/Hydra", "main", _GROWS, split=one_gpu, serves_adapters=False, no_gguf=_NO_GGUF),
     "speculators": Engine(
         "speculators",
         "0.9.0",
@@ -152,11 +203,10 @@ class Serving:
 
 def steps_in_words(by_batch: Sequence[tuple[int, int, int]]) -> str:
     """Return the draft lengths of `Serving.by_batch` in words."""
-    steps = (
+    return ", ".join(
         f"{tokens or 'none'} at batch {first}" + ("" if first == last else f" to {last}")
         for first, last, tokens in by_batch
     )
-    return ", ".join(steps)
 
 
 @dataclass(frozen=True)
@@ -207,8 +257,8 @@ def start_vllm_speculators(serving: Serving) -> list[Snippet]:
 
 def start_speculators(serving: Serving) -> list[Snippet]:
     """The speculators package."""
-    code = f"from speculators import SpeculatorModel; SpeculatorModel.from_pretrained({serving.draft!r})"
-    return [_shell(["python", "-c", code])]
+    read = f"SpeculatorModel.from_pretrained({serving.draft!r})"
+    return [_shell(["python", "-c", f"from speculators import SpeculatorModel; {read}"])]
 
 
 def start_sglang(algorithm: str) -> Start:
@@ -238,8 +288,7 @@ def start_tensorrt_llm(decoding_type: str) -> Start:
     """TensorRT-LLM with drafts of that type; one that reads layers of the target is told which."""
 
     def lines(serving: Serving) -> list[Snippet]:
-        # It counts what leaves a layer.
-        layers = ", ".join(str(k - 1) for k in serving.layer_ids)
+        layers = ", ".join(str(k - 1) for k in serving.layer_ids)  # it counts what leaves a layer
         text = (
             "speculative_config:\n"
             f"  decoding_type: {decoding_type}\n"

@@ -3,12 +3,18 @@
 A method's formats.py lists its layouts as LAYOUTS, the default first. A schema (schema.py) is about files alone; a
 `Rule` is about a head that the files could hold and an engine would not compute. What heads several rules are about
 stands at the end.
+
+A draft may need of its target what enters its layers (`states`: EAGLE-3, P-EAGLE, DFlash, DSpark) or its embeddings and output
+projection (`ends`: EAGLE-1 in SGLang), and engines give these for some classes alone: targets.json lists them, by the names that
+config.json has for them in `architectures`. `python -m scripts.bench.engines.targets` renews it.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
@@ -16,11 +22,14 @@ from draftsmith.heads.checkpoint import EMBEDDING
 from draftsmith.heads.formats.engines import ENGINES, SERVED, SPECULATORS_COMPLETE, Start, start_speculators
 from draftsmith.heads.formats.published import is_the_same
 from draftsmith.heads.formats.schema import ModelFiles, Schema, flatten
-from draftsmith.heads.formats.targets import drafts_for
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
 from draftsmith.target.gguf_file import is_gguf
 from draftsmith.target.target import Target
 
+TARGETS_FILE = Path(__file__).with_name("targets.json")
+TARGETS: dict[str, dict[str, Any]] = json.loads(TARGETS_FILE.read_text(encoding="utf-8"))
+"""By engine: its `version`, how it was `asked`, and by need the classes with it (`yes`), those without (`no`) and what holds for
+`others`, null where that is not known."""
 Condition = Callable[[ModelFiles, Target, DraftHead], bool]
 
 
@@ -52,7 +61,7 @@ class Served:
         start: Returns the lines that start it.
         rules: Heads that it does not compute.
         caveats: What no file can settle, for those who start it.
-        needs: What the drafts need of the target's class, see targets.py; "" where every class that is served will do.
+        needs: What the drafts need of the target's class, see targets.json; "" where every class that is served will do.
         until: Its last version that reads the layout.
         reserved: Words in the path of a draft that it takes for a method.
     """
@@ -182,6 +191,21 @@ def served_by_speculators(width: str) -> Served:
         lambda files, target, head: flatten(files.config)["hidden_size"] != target.hidden_size,
     )
     return Served(start_speculators, rules=(rule,), caveats=(SPECULATORS_COMPLETE,))
+
+
+def drafts_for(engine: str, needs: str, architectures: Sequence[str] | None) -> bool | None:
+    """Return whether an engine gives drafts what they need of a target of one of these classes, None where that is not known.
+
+    needs: a key of the engine's list; empty for drafts that need nothing of the class.
+    """
+    if not needs:
+        return True
+    classes = TARGETS.get(engine, {}).get(needs)
+    if classes is None or not architectures:
+        return None
+    if any(name in classes["yes"] for name in architectures):
+        return True
+    return False if all(name in classes["no"] for name in architectures) else classes["others"]
 
 
 def target_obstacle(layout: Layout, engine: str, target: str, architectures: Sequence[str] | None) -> str | None:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import prod
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,6 @@ class ModelFiles:
         tensors: The tensors by the names that engines know.
         dtype: Of all float tensors.
         weights: The name of the file with the tensors.
-        sizes: What the symbols in the shapes of the schema stand for.
         copies: Further files, by name, that are copied as they are.
     """
 
@@ -46,7 +44,6 @@ class ModelFiles:
     tensors: dict[str, Tensor]
     dtype: torch.dtype
     weights: str = WEIGHTS
-    sizes: Mapping[str, int] = field(default_factory=dict)
     copies: Mapping[str, Path] = field(default_factory=dict)
 
 
@@ -73,11 +70,11 @@ class Export:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """One tensor of a layout, or one per number in its name ("{i}").
+    """One tensor of a layout, or one per number in its name ("{i}"). It has the shape that it has in the head, which reading the
+    files again holds against the sizes in config.json.
 
     Attributes:
-        name: Its name in the layout.
-        shape: Its axes in symbols, "A*Ht" being a product and "S{i}" a symbol for each number.
+        name: Its name in the layout; "{key}" with a key of config.json is the number there.
         ours: Its name in the head, with the same numbers; "" where that is the same.
         dtype: None for that of the floats.
         when: Whether the configuration asks for it; None for always.
@@ -85,7 +82,6 @@ class TensorRow:
     """
 
     name: str
-    shape: tuple[str, ...]
     ours: str = ""
     dtype: torch.dtype | None = None
     when: Callable[[Config], bool] | None = None
@@ -115,10 +111,6 @@ class Schema:
         """Return the tensors by the head's names. Layouts that hold more than the head, or other values, override it."""
         return export.head.state_dict()
 
-    def sizes(self, export: Export, config: Config) -> dict[str, int]:
-        """Return what symbols in shapes and names stand for. The default knows those of `LLAMA_KEYS`."""
-        return layer_sizes(config)
-
     def copies(self, export: Export) -> Mapping[str, Path]:
         """Return further files of the export, by name."""
         return {}
@@ -131,35 +123,32 @@ class Schema:
         Raises:
             UserError: The caller left something open that the configuration says, or the head has a layer that no engine computes.
         """
-        config = _values(self.keys, export)
-        sizes, tensors = self.sizes(export, config), {}
+        config, tensors = _values(self.keys, export), {}
         for name, value in self.head_tensors(export).items():
             row, numbers = _find(self.tensors, name, ours=True)
-            theirs = row.name.format(**{**sizes, **numbers}) if row else name
+            theirs = row.name.format(**{**config, **numbers}) if row else name
             tensors[theirs] = value.detach().to(export.dtype if value.is_floating_point() else value.dtype)
-        return ModelFiles(config, tensors, export.dtype, self.weights, sizes, self.copies(export))
+        return ModelFiles(config, tensors, export.dtype, self.weights, self.copies(export))
 
     def check(self, files: ModelFiles) -> None:
         """Hold the tensors against the rows.
 
         Raises:
-            UserError: A tensor is missing, no row names it, or it has another shape or dtype than its row says. That tensors are
-                there for all numbers of a row is left to the reading that follows every export.
+            UserError: A tensor is missing, no row names it, or it has another dtype than its row says. Shapes, and that tensors are
+                there for all numbers of a row, are left to the reading that follows every export.
         """
         there = set()
         for name, value in files.tensors.items():
-            row, numbers = _find(self.tensors, name, files.sizes)
+            row, _ = _find(self.tensors, name, files.config)
             if row is None or (row.when is not None and not row.when(files.config)):
                 raise self._broken(name, "no such tensor", f"one of shape {list(value.shape)}")
             there.add(row.name)
-            if list(value.shape) != (shape := _shape(row, files.sizes, numbers)):
-                raise self._broken(name, f"shape {shape}", f"{list(value.shape)}")
             if value.dtype != (dtype := row.dtype or files.dtype):
                 raise self._broken(name, f"{dtype}", f"{value.dtype}")
         for row in self.tensors:
             wanted = row.when(files.config) if row.when is not None else not row.optional and "{" not in row.name
             if wanted and row.name not in there:
-                raise self._broken(row.name, f"shape {list(row.shape)}", "nothing")
+                raise self._broken(row.name, "one", "nothing")
 
     def knows(self, name: str) -> bool:
         """Whether the layout has a tensor of that name."""
@@ -181,13 +170,13 @@ class Schema:
 
 
 def _find(
-    rows: tuple[TensorRow, ...], name: str, sizes: Mapping[str, int] | None = None, *, ours: bool = False
+    rows: tuple[TensorRow, ...], name: str, config: Config | None = None, *, ours: bool = False
 ) -> tuple[TensorRow | None, dict[str, int]]:
-    """Return the first row of that name and the numbers in it. sizes: what numbers that are symbols must be."""
+    """Return the first row of that name and the numbers in it, of which those that are keys of `config` must be what it says."""
     for row in rows:
         if match := _pattern((ours and row.ours) or row.name).fullmatch(name):
-            numbers = {symbol: int(number) for symbol, number in match.groupdict().items()}
-            if all((sizes or {}).get(symbol, number) == number for symbol, number in numbers.items()):
+            numbers = {key: int(number) for key, number in match.groupdict().items()}
+            if all((config or {}).get(key, number) == number for key, number in numbers.items()):
                 return row, numbers
     return None, {}
 
@@ -195,11 +184,6 @@ def _find(
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.sub(r"\\\{(\w+)\\\}", r"(?P<\1>\\d+)", re.escape(name)))
-
-
-def _shape(row: TensorRow, sizes: Mapping[str, int], numbers: Mapping[str, int]) -> list[int]:
-    axes = [axis.format(**numbers).split("*") for axis in row.shape]
-    return [prod(sizes[symbol] if symbol in sizes else int(symbol) for symbol in axis) for axis in axes]
 
 
 def _values(keys: Mapping[str, Any], export: Export) -> dict[str, Any]:
@@ -225,20 +209,12 @@ def renamed(rows: Iterable[TensorRow], changes: Mapping[str, str]) -> tuple[Tens
     return tuple(theirs)
 
 
-def llama_layer(prefix: str, reads: str = "H") -> tuple[TensorRow, ...]:
-    """Return the weights of a Llama layer. reads: how wide the input of its attention is."""
-    shapes = {
-        "input_layernorm": ("H",),
-        "self_attn.q_proj": ("N*D", reads),
-        "self_attn.k_proj": ("G*D", reads),
-        "self_attn.v_proj": ("G*D", reads),
-        "self_attn.o_proj": ("H", "N*D"),
-        "post_attention_layernorm": ("H",),
-        "mlp.gate_proj": ("I", "H"),
-        "mlp.up_proj": ("I", "H"),
-        "mlp.down_proj": ("H", "I"),
-    }
-    return tuple(TensorRow(f"{prefix}{name}.weight", shape) for name, shape in shapes.items())
+def llama_layer(prefix: str) -> tuple[TensorRow, ...]:
+    """Return the weights of a Llama layer."""
+    attention = (f"self_attn.{part}_proj" for part in "qkvo")
+    mlp = (f"mlp.{part}_proj" for part in ("gate", "up", "down"))
+    names = ("input_layernorm", *attention, "post_attention_layernorm", *mlp)
+    return tuple(TensorRow(f"{prefix}{name}.weight") for name in names)
 
 
 def _rope_scaling(export: Export) -> Any:
@@ -271,23 +247,7 @@ LLAMA_KEYS: dict[str, Any] = {
     "torch_dtype": attrgetter("dtype_name"),
     "rope_scaling": _rope_scaling,
 }
-"""What describes a Llama layer without biases. Symbols: V target vocab, H draft hidden, I feed-forward width, N query heads, G
-key/value heads, D head size."""
-
-
-def layer_sizes(config: Config) -> dict[str, int]:
-    """Return what the symbols of LLAMA_KEYS stand for; W is the draft vocabulary where that has a size."""
-    flat = flatten(config)
-    names = {
-        "V": "vocab_size",
-        "H": "hidden_size",
-        "I": "intermediate_size",
-        "N": "num_attention_heads",
-        "G": "num_key_value_heads",
-        "D": "head_dim",
-        "W": "draft_vocab_size",
-    }
-    return {symbol: flat[name] for symbol, name in names.items() if name in flat}
+"""What describes a Llama layer without biases."""
 
 
 def draft_vocab_size(export: Export) -> int:

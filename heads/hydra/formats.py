@@ -2,8 +2,7 @@
 
 Its reader makes the heads from the target's configuration and fills them from `hydra_lm_head.pt`, and what the file lacks
 or calls otherwise stays random in silence. There every head has a projection with a bias, so heads on the target's projection
-get copies of it, and heads without biases zeros. Symbols in shapes: H target hidden, V target vocab; of the prefix layer those
-of LLAMA_KEYS.
+get copies of it, and heads without biases zeros.
 """
 
 import re
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
@@ -31,14 +29,13 @@ from draftsmith.heads.formats.schema import (
     ModelFiles,
     Schema,
     TensorRow,
-    layer_sizes,
     llama_layer,
     renamed,
     target_reference,
 )
 from draftsmith.heads.hydra import HydraOptions
 from draftsmith.heads.hydra.head import HydraHead
-from draftsmith.heads.layers.config import LAYER_KEYS, derive_layer_config
+from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.from_target import fold
 from draftsmith.target.target import Target
 
@@ -80,31 +77,19 @@ class HydraSchema(Schema):
             tensors[f"{name}.bias"] = own.get(f"hydra_lm_head.{i}.bias", none)
         return tensors
 
-    def sizes(self, export: Export, config: Config) -> dict[str, int]:
-        head, o = export.head, export.head.options
-        sizes = {"H": head.hidden_size, "V": head.vocab_size, "blocks": len(head.blocks(0))}
-        sizes |= {f"read{i}": (i + 2) * head.hidden_size for i in range(o.num_heads)}
-        return {**sizes, "first": block_number(o.prefix_attention, 0), **_layer_sizes(head.config)}
-
-
-def _layer_sizes(layer: LlamaConfig | None) -> dict[str, int]:
-    return {} if layer is None else layer_sizes({key: getattr(layer, key) for key in LAYER_KEYS})
-
 
 def _prefixed(config: Config) -> bool:
     return config[ARCHITECTURE] == PREFIX_MLP
 
 
-_PROJECTION = (TensorRow("hydra_lm_head.{i}.weight", ("V", "H")), TensorRow("hydra_lm_head.{i}.bias", ("V",)))
-_PREFIX_LAYER = (*llama_layer(f"{OURS}layers.0."), TensorRow(f"{OURS}norm.weight", ("H",)))
+_PROJECTION = (TensorRow("hydra_lm_head.{i}.weight"), TensorRow("hydra_lm_head.{i}.bias"))
+_PREFIX_LAYER = (*llama_layer(f"{OURS}layers.0."), TensorRow(f"{OURS}norm.weight"))
 HYDRA = HydraSchema(
     name="hydra",
     tensors=(
-        TensorRow("hydra_mlp.{i}.{first}.linear.weight", ("H", "read{i}")),
-        TensorRow("hydra_mlp.{i}.{first}.res_connection.weight", ("H", "read{i}")),
-        TensorRow("hydra_mlp.{i}.{first}.res_connection.bias", ("H",)),
-        TensorRow("hydra_mlp.{i}.{j}.linear.weight", ("H", "H")),
-        TensorRow("hydra_mlp.{i}.{j}.linear.bias", ("H",)),
+        *(TensorRow(f"hydra_mlp.{{i}}.{{j}}.linear.{kind}") for kind in ("weight", "bias")),
+        # Of a head's first block.
+        *(TensorRow(f"hydra_mlp.{{i}}.{{j}}.res_connection.{kind}") for kind in ("weight", "bias")),
         *_PROJECTION,
         *renamed(_PROJECTION, {"hydra_lm_head.{i}.": "hydra_lm_head.{i}.1."}),  # with a prefix layer
         *(replace(row, when=_prefixed) for row in renamed(_PREFIX_LAYER, {OURS: PREFIX})),
@@ -249,10 +234,11 @@ def _tie(native: dict[str, Tensor], heads: int, blocks: int) -> bool:
 
 
 def _other_prefix_sizes(files: ModelFiles, target: Target, head: DraftHead) -> bool:
-    if "N" not in files.sizes:
+    if head.config is None:
         return False
-    usual = _layer_sizes(derive_layer_config(HydraOptions(prefix_attention=True), target))
-    return any(files.sizes[symbol] != usual[symbol] for symbol in "INGD")
+    usual = derive_layer_config(HydraOptions(prefix_attention=True), target)
+    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return any(getattr(head.config, key) != getattr(usual, key) for key in sizes)
 
 
 LAYOUTS = (
@@ -269,7 +255,7 @@ LAYOUTS = (
                         "makes all blocks of a head after its first one module, so that only the last would count, in silence",
                         "train with head.tie_blocks true",
                         # Whatever they hold: new blocks are equal.
-                        lambda files, target, head: files.sizes["blocks"] > 2,
+                        lambda files, target, head: head.options.num_layers > 2 and not head.options.tie_blocks,
                     ),
                     Rule(
                         "a prefix layer of other sizes than the target's layers",

@@ -7,7 +7,7 @@ their inputs, finite with their gradients where p or q is 0: a logarithm of p' (
 of at least TINY. A smaller acceptance has no gradient.
 
 To add a loss, write its function with its entry in LOSSES, and its definition in tests/heads/losses/oracles.py; then
-`python -m scripts.bench.pages.losses` writes the docs' table. A number of its own is a field of `LossSpec`, too.
+`python -m scripts.bench.pages` writes the docs' table. A number of its own is a field of `LossSpec`, too.
 """
 
 from collections.abc import Callable

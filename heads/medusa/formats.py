@@ -1,8 +1,7 @@
 """Medusa heads for engines: schemas, reading, layouts, and how such heads are recognised.
 
 The layouts are the original one, that of TGI and that of vLLM (up to 0.32). The first two name neither sizes nor dtype: their
-readers take them from the target. Symbols in shapes: H target hidden, V target vocab; in names {i} is the head, {j} its block,
-{p} the head of a projection, {layers} the number of blocks.
+readers take them from the target. In names of tensors {i} is the head, {j} its block, {p} the head of a projection.
 
 Heads may share the target's output projection. If that has a scale or a softcap, engines may leave it out, since the tokens keep
 their rank and engines draft those that rank first. A bias changes the rank. Only the original code applies it, because it calls
@@ -34,22 +33,13 @@ from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.published import check_width, is_the_same
 from draftsmith.heads.formats.recognise import Format, HeadFolder
-from draftsmith.heads.formats.schema import Config, Export, ModelFiles, Schema, TensorRow, renamed, target_reference
+from draftsmith.heads.formats.schema import Export, Schema, TensorRow, renamed, target_reference
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import MedusaHead
 from draftsmith.target.target import Target
 
 
-class MedusaSchema(Schema):
-    """A layout of Medusa heads."""
-
-    def sizes(self, export: Export, config: Config) -> dict[str, int]:
-        head = export.head
-        counts = {"layers": head.options.num_layers, "projections": len(head.lm_heads)}
-        return {"H": head.hidden_size, "V": head.vocab_size, **counts}
-
-
-class VllmSchema(MedusaSchema):
+class VllmSchema(Schema):
     """vLLM's, with a copy of the target's projection where the heads share it: vLLM does not ask the target for it."""
 
     def head_tensors(self, export: Export) -> dict[str, Tensor]:
@@ -61,16 +51,16 @@ SHARED_PROJECTION = "lm_heads.0.weight"
 # The tensors by the head's names. Projections are there for all heads or for none: TGI uses the target's for every head, and vLLM
 # leaves one random, in silence, where a single one is missing.
 _TENSORS = (
-    TensorRow("blocks.{i}.{j}.linear.weight", ("H", "H")),
-    TensorRow("blocks.{i}.{j}.linear.bias", ("H",)),
-    TensorRow("lm_heads.{p}.weight", ("V", "H")),
+    TensorRow("blocks.{i}.{j}.linear.weight"),
+    TensorRow("blocks.{i}.{j}.linear.bias"),
+    TensorRow("lm_heads.{p}.weight"),
 )
 
 # TGI reads these three keys. With architectures it would take the folder for another speculator, load none and fail at the first
 # request; the original code, too, finds the layout by its absence.
-MEDUSA_TGI = MedusaSchema(
+MEDUSA_TGI = Schema(
     name="medusa_tgi",
-    tensors=renamed(_TENSORS, {"blocks.": "", "lm_heads.{p}.": "{p}.{layers}."}),
+    tensors=renamed(_TENSORS, {"blocks.": "", "lm_heads.{p}.": "{p}.{medusa_num_layers}."}),
     keys={
         "medusa_num_heads": attrgetter("head.options.num_heads"),  # those that the file lacks stay random in silence
         "medusa_num_layers": attrgetter("head.options.num_layers"),
@@ -190,15 +180,11 @@ def _fill(native: dict[str, Tensor], target: Target, file: Path) -> MedusaHead:
     return head
 
 
-def _shares_projection(files: ModelFiles) -> bool:
-    return bool(files.config.get("original_lm_head")) or files.sizes.get("projections") == 0
-
-
 _SHARED_BIAS = Rule(
     "head.original_lm_head, for a target whose output projection has a bias",
     "leaves the bias out of the drafts",
     "train with head.original_lm_head false, or export the layout medusa for the original code",
-    lambda files, target, head: _shares_projection(files) and target.head.bias is not None,
+    lambda files, target, head: head.options.original_lm_head and target.head.bias is not None,
 )
 
 LAYOUTS = (
@@ -229,7 +215,7 @@ LAYOUTS = (
                         "head.original_lm_head",
                         "looks for a projection of each head in the file",
                         "train with head.original_lm_head false",
-                        lambda files, target, head: _shares_projection(files),
+                        lambda files, target, head: head.options.original_lm_head,
                     ),
                 ),
             ),
@@ -247,7 +233,7 @@ LAYOUTS = (
                         "head.num_layers above 1 and head.original_lm_head",
                         "stops at more than one block beside the target's projection",
                         "export the layout medusa_vllm for vLLM, or train with head.original_lm_head false",
-                        lambda files, target, head: _shares_projection(files) and files.config["medusa_num_layers"] > 1,
+                        lambda files, target, head: head.options.original_lm_head and head.options.num_layers > 1,
                     ),
                     _SHARED_BIAS,
                 ),

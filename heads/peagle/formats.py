@@ -1,7 +1,6 @@
 """P-EAGLE heads for engines: schemas, reading, layouts, and how such heads are recognised.
 
 The layouts are EAGLE-3's (heads/eagle/) with the streams and the token of what is not drafted yet.
-Symbols in shapes: those of heads/eagle/formats.py.
 """
 
 from pathlib import Path
@@ -22,7 +21,7 @@ from draftsmith.heads.formats.schema import TensorRow
 from draftsmith.heads.peagle.head import PEagleHead, PEagleOptions
 from draftsmith.target.target import Target
 
-_MASK_HIDDEN = TensorRow("mask_hidden", ("1", "1", "A*Ht"))
+_MASK_HIDDEN = TensorRow("mask_hidden")
 _MASK_TOKEN = {"mask_token_id": lambda export: export.head.options.mask_token_id}
 """The token of rows that are not drafted yet."""
 

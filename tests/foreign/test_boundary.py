@@ -33,7 +33,7 @@ OURS = {
     "data/embedded": "the packed texts are shipped with the code",
     "heads/formats/engines.py": "served.json is shipped with the code, and start lines are text",
     "heads/export/tuned.py": "reads back what it has just written",
-    "heads/formats/targets.py": "targets.json is shipped with the code",
+    "heads/formats/layout.py": "targets.json is shipped with the code",
     "eval/engines": "talks to servers and processes that it has started",
     "draftsmith/machine.py": "reads /proc and /sys",
     "draftsmith/cli/doctor.py": "reads /proc, /sys and accelerate's own settings with patterns",

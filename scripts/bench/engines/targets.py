@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.heads.formats.engines import ENGINES
-from draftsmith.heads.formats.targets import LISTS, PATH
+from draftsmith.heads.formats.layout import TARGETS, TARGETS_FILE
 
 Answer = dict[str, Any]
 
@@ -181,10 +181,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {engine: ask(place) for engine, ask in ASKING.items() if (place := getattr(own, engine)) is not None}
     if not found:
         parser.error("name an engine to ask")
-    changed = [engine for engine, answer in found.items() if answer != LISTS.get(engine)]
+    changed = [engine for engine, answer in found.items() if answer != TARGETS.get(engine)]
     for engine, answer in found.items():
         for need in answer.keys() - {"version", "asked"}:
-            known = LISTS.get(engine, {}).get(need, {"yes": [], "no": []})
+            known = TARGETS.get(engine, {}).get(need, {"yes": [], "no": []})
             print(engine, answer["version"], need, f"{len(answer[need]['yes'])} yes, {len(answer[need]['no'])} no")
             print(
                 "\n".join(
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     if own.check:
         return bool(changed)
-    PATH.write_text(json.dumps(LISTS | found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    TARGETS_FILE.write_text(json.dumps(TARGETS | found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return 0
 
 

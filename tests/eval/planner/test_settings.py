@@ -13,9 +13,8 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.eval.planner.decision import Decision, Export, make_decision
 from draftsmith.eval.planner.settings import engine_settings, write_settings
-from draftsmith.heads.formats.engines import ENGINES, Again
+from draftsmith.heads.formats.engines import ENGINES, Again, one_gpu
 from draftsmith.heads.formats.layout import layouts
-from draftsmith.heads.formats.splits import one_gpu
 from tests.eval.planner.plans import result, table
 
 

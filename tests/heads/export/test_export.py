@@ -125,7 +125,7 @@ def test_embeddings_are_compared_whatever_a_layout_calls_them(trained, spoiled, 
             tensors = super().head_tensors(export)
             return {**tensors, EMBEDDING: tensors[EMBEDDING] + 0.5 * spoiled}
 
-    renamed = TensorRow(f"model.{EMBEDDING}", ("V", "H"), EMBEDDING)
+    renamed = TensorRow(f"model.{EMBEDDING}", EMBEDDING)
     rows = tuple(renamed if row.name == EMBEDDING else row for row in EAGLE3.tensors)
     replace_layout(monkeypatch, "eagle3", schema=Spoiled("eagle3", rows, EAGLE3.keys))
     if spoiled:

@@ -10,9 +10,8 @@ import yaml
 
 from draftsmith.errors import UserError
 from draftsmith.heads.export.export import export_head
-from draftsmith.heads.formats.engines import ENGINES
+from draftsmith.heads.formats.engines import ENGINES, one_gpu
 from draftsmith.heads.formats.layout import layouts
-from draftsmith.heads.formats.splits import one_gpu
 from tests.exports import PLAIN, make_eagle3, make_target
 
 # What the lines of engines must say for a layout.

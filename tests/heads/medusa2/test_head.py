@@ -334,6 +334,10 @@ def test_the_tuned_target_and_the_adapter_are_exported(tmp_path: Path) -> None:
     (tmp_path / "target" / "mine.gguf").write_text("made of the merged target")
     with pytest.raises(UserError, match=r"it holds \['mine.gguf'\]"):
         write_merged("medusa2", target, tuned, tmp_path / "target")
+    head.tuned.model.peft_config["default"].bias = "all"
+    with pytest.raises(AssertionError, match="the adapter has more than engines read"):
+        write_adapter("medusa2", head.tuned, tmp_path / "biased")
+    assert not (tmp_path / "biased").exists()
     (tmp_path / "adapter" / "draftsmith.json").unlink()
     with pytest.raises(UserError, match="is not a model folder"):
         write_adapter("medusa2", head.tuned, tmp_path / "adapter")

@@ -8,19 +8,18 @@ import pytest
 
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.engines import ENGINES
-from draftsmith.heads.formats.layout import engines_notice, layouts, target_obstacle
-from draftsmith.heads.formats.targets import LISTS, drafts_for
+from draftsmith.heads.formats.layout import TARGETS, drafts_for, engines_notice, layouts, target_obstacle
 from scripts.bench.engines.targets import main
 from tests.exports import PLAIN, make_target
 
 CACHE = Path(os.environ.get("DRAFTSMITH_ENGINES", Path.home() / ".cache" / "draftsmith" / "engines"))
 
 
-@pytest.mark.parametrize("engine", LISTS)
+@pytest.mark.parametrize("engine", TARGETS)
 def test_a_list_is_of_the_version_that_the_record_names(engine):
-    assert LISTS[engine]["version"] == ENGINES[engine].version, "ask again: python -m scripts.bench.engines.targets"
-    for need in LISTS[engine].keys() - {"version", "asked"}:
-        found = LISTS[engine][need]
+    assert TARGETS[engine]["version"] == ENGINES[engine].version, "ask again: python -m scripts.bench.engines.targets"
+    for need in TARGETS[engine].keys() - {"version", "asked"}:
+        found = TARGETS[engine][need]
         assert found["yes"]
         assert not set(found["yes"]) & set(found["no"])
 

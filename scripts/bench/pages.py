@@ -1,0 +1,103 @@
+"""Renew what docs/ and README.md say of the code and of committed results: python -m scripts.bench.pages
+
+That is the reference of docs/api.md (from docstrings), the table of losses in docs/train-a-head.md (from LOSSES), and the tables of
+results. Committed results are given the fields that `Measures` has since, as null.
+"""
+
+import inspect
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from textwrap import indent
+
+import draftsmith
+from draftsmith.eval.report.cells import DASH
+from draftsmith.eval.report.page_model import OVERALL, Row, Table
+from draftsmith.eval.report.report import HEADLINE_COLUMNS, as_markdown, headline_rows
+from draftsmith.eval.results.result import Measures, Result, read_result
+from draftsmith.fields import find_ranges
+from draftsmith.heads.losses.divergences import LOSSES
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.storage import write_json
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table of cells, a row per line; `head` names the columns."""
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (head, ["---"] * len(head), *rows))
+
+
+def rendered(page: str) -> str:
+    """Return a page with its reference and its tables as code and results have them."""
+    for mark, text in (("reference", reference), ("table: losses", losses)):
+        page = _block(mark).sub(lambda found, text=text: found[1] + text() + found[3], page)
+    return _block("results( overall)?: (.+?)").sub(
+        lambda found: f"{found[1]}\n{results(found[3].split(), overall_only=bool(found[2]))}\n{found[5]}", page
+    )
+
+
+def _block(mark: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {mark} -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def reference() -> str:
+    """Return signature and docstring of every public function, in Markdown."""
+    public = {name: getattr(draftsmith, name) for name in draftsmith.__all__}
+    functions = {name: one for name, one in public.items() if inspect.isfunction(one)}
+    shown = {name: f"{name}({_parameters(one)})\n\n{inspect.getdoc(one)}\n" for name, one in functions.items()}
+    return "\n".join(f"### {name}\n\n{indent(text, '    ')}" for name, text in shown.items())
+
+
+def _parameters(function: object) -> str:
+    found = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    plain = [str(one.replace(annotation=one.empty)) for one in found]
+    named = [one.kind is one.KEYWORD_ONLY for one in found]
+    return ", ".join([*plain[: named.index(True)], "*", *plain[named.index(True) :]] if True in named else plain)
+
+
+def losses() -> str:
+    """Return a row for every loss: kind, formula, what it does, and its numbers with defaults and ranges."""
+    ranges, defaults = dict(find_ranges(LossSpec, "")), {field.name: field.default for field in fields(LossSpec)}
+    rows = [
+        (
+            f"`{loss.name}`",
+            loss.formula,
+            loss.summary,
+            "; ".join(f"`{key}`, {defaults[key]}: {ranges[key]}" for key in loss.parameters),
+        )
+        for loss in LOSSES.values()
+    ]
+    return markdown_table(("kind", "formula", "what it does", "its numbers"), rows)
+
+
+def results(files: Sequence[str], *, overall_only: bool) -> str:
+    """Return the closing table of results, without columns that hold nothing, such as speeds of a simulation. overall_only leaves out
+    the slices."""
+    rows = headline_rows([read_result(ROOT / name) for name in files])
+    rows = [row for row in rows if not overall_only or row[1] == OVERALL]
+    kept = [i for i in range(len(HEADLINE_COLUMNS)) if any(row[i] != DASH for row in rows)]
+    columns, *lines = (tuple(cells[i] for i in kept) for cells in (HEADLINE_COLUMNS, *rows))
+    return as_markdown(Table("", columns, tuple(map(Row, lines)), heads=2))
+
+
+def add_fields() -> None:
+    """Write the committed results again, under the version of now."""
+    nulls = dict.fromkeys(field.name for field in fields(Measures))
+    for path in (ROOT / "docs" / "results").rglob("result.json"):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if value["schema_version"] not in (Result.schema_version - 1, Result.schema_version):
+            raise SystemExit(f"{path} has the version {value['schema_version']}: evaluate again")
+        for drafter in value["drafters"].values():
+            drafter["overall"] = nulls | drafter["overall"]
+            drafter["slices"] = {name: nulls | measures for name, measures in drafter["slices"].items()}
+        write_json(path, value | {"schema_version": Result.schema_version})
+
+
+if __name__ == "__main__":
+    add_fields()
+    for one in PAGES:
+        one.write_text(rendered(one.read_text(encoding="utf-8")), encoding="utf-8")

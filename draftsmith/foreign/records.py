@@ -82,6 +82,19 @@ def _hints(kind: Any, value: dict[str, Any], key: str, source: str) -> dict[str,
     return {name: hints[name] for name in names}
 
 
+def read_current(kind: type[T], value: Any, source: str, again: str) -> T:
+    """Build the dataclass `kind` from a JSON value, of the `schema_version` that is the default of that field.
+
+    again: how to get a file of this version. Raises UserError for another version, and for a wrong, unknown or missing key.
+    """
+    current: int = kind.schema_version  # type: ignore[attr-defined]
+    if isinstance(value, dict) and (version := value.get("schema_version")) != current:
+        raise UserError(
+            f"{source}: 'schema_version' is {version!r} but this draftsmith reads {current} alone; {again}."
+        )
+    return read_dataclass(kind, value, source)
+
+
 _KEY = "key"
 
 

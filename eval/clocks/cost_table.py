@@ -14,8 +14,8 @@ import numpy as np
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.results.reading import read_current
 from draftsmith.eval.results.result import TargetInfo
+from draftsmith.foreign.records import read_current
 from draftsmith.foreign.text import read_json
 from draftsmith.machine import Hardware
 from draftsmith.storage import write_json

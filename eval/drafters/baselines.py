@@ -13,7 +13,7 @@ from draftsmith.decoder.drafters.lookahead import Lookahead, most_nodes
 from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules
 from draftsmith.decoder.drafters.texts import MAX_NGRAM, PromptLookup
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.simulate.headless import draft_model_simulator, simulate_prompt_lookup, simulate_suffix_decoding
+from draftsmith.eval.simulate.texts import draft_model_simulator, simulate_prompt_lookup, simulate_suffix_decoding
 from draftsmith.fields import LATER, check_fields, require, within
 from draftsmith.storage import fingerprint
 from draftsmith.target.target import Target

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
-from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
+from draftsmith.eval.engines.agreement import EngineAnswer, EngineRound
 from draftsmith.foreign.server import ModelServer
 
 DRAFT_MODEL = "draft-simple"

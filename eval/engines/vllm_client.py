@@ -15,7 +15,7 @@ from typing import Any
 
 from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
-from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
+from draftsmith.eval.engines.agreement import EngineAnswer, EngineRound
 
 RUNNER = Path(__file__).with_name("vllm_runner.py")
 

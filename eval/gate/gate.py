@@ -16,8 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.errors import UserError
-from draftsmith.eval.results.bootstrap import FEWEST_PROMPTS
-from draftsmith.eval.results.metrics import METRICS, Metric
+from draftsmith.eval.results.metrics import FEWEST_PROMPTS, METRICS, Metric
 from draftsmith.eval.results.result import Measures, Result
 
 OVERALL = "overall"

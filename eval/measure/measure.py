@@ -17,8 +17,8 @@ from draftsmith.eval.clocks.turns import Repeats, Turns
 from draftsmith.eval.drafters.generate_baseline import GENERATE
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.quality import Judge, compare_targets, judged_shares, perplexities
-from draftsmith.eval.results.bootstrap import bootstrap_tau, mean_tau
 from draftsmith.eval.results.conditions import acceptance_by_condition
+from draftsmith.eval.results.metrics import bootstrap_tau, mean_tau
 from draftsmith.eval.results.result import (
     Costs,
     DrafterResult,

@@ -10,7 +10,7 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, check_drafts, check_fits
-from draftsmith.eval.planner.checks import Check, make_checks
+from draftsmith.eval.planner.checks import Check, clock_faults, make_checks
 from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_evaluation
 from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_rules
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
@@ -155,7 +155,7 @@ def doubts_of(results: Sequence[Result], *, flaws_on: Hardware | None = None) ->
     return [
         f"at T={result.settings.temperature:g} {text}" if several else text
         for result in results
-        for text, is_far in result.faults
+        for text, is_far in clock_faults(result)
         if not (is_far and result.hardware == flaws_on)
     ]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from draftsmith.errors import UserError
 from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.planner.plan import PAYS, Option, Plan, break_even_tokens, by_batch
-from draftsmith.eval.results.reading import read_current
+from draftsmith.foreign.records import read_current
 from draftsmith.foreign.text import read_json
 from draftsmith.heads.formats.engines import steps_in_words
 from draftsmith.storage import write_json

@@ -21,10 +21,10 @@ from rich.text import Text
 
 from draftsmith.errors import UserError, one_line, printable
 from draftsmith.eval.planner.decision import Decision
-from draftsmith.eval.report import analysis, appendix, conditions, losslessness, summary, training
+from draftsmith.eval.report import analysis, appendix, losslessness, summary
 from draftsmith.eval.report import decision as decisions
-from draftsmith.eval.report.cells import DASH, number, significant, times
-from draftsmith.eval.report.page_model import OVERALL, Row, Sample, Table, View, view_of
+from draftsmith.eval.report.cells import number, significant, times
+from draftsmith.eval.report.page_model import OVERALL, Sample, Table, View, view_of
 from draftsmith.eval.results.result import Piece, Result
 from draftsmith.eval.training.history import History
 from draftsmith.storage import write_text
@@ -33,12 +33,12 @@ _SECTIONS = (
     summary.headline,
     decisions.section,
     analysis.positions,
-    conditions.section,
+    analysis.context,
     analysis.sweep,
     analysis.time_split,
     appendix.examples,
     losslessness.section,
-    training.section,
+    appendix.training,
     summary.accepted_length,
     appendix.latency,
     appendix.memory,
@@ -108,15 +108,6 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
         spread = " to ".join(f"{tau:.2f} {name}" for tau, name in (taus[0], taus[-1])) if len(taus) > 1 else ""
         table.add_row(*map(terminal_cell, (label, *overall[:-1], spread)))
     return table
-
-
-def headline_markdown(results: Sequence[Result], *, overall_only: bool = False) -> str:
-    """Return the same table in Markdown, for README and docs, without columns that hold nothing, such as speeds of a simulation;
-    overall_only leaves out the slices."""
-    rows = [row for row in headline_rows(results) if not overall_only or row[1] == OVERALL]
-    kept = [i for i in range(len(HEADLINE_COLUMNS)) if any(row[i] != DASH for row in rows)]
-    columns, *lines = (tuple(cells[i] for i in kept) for cells in (HEADLINE_COLUMNS, *rows))
-    return as_markdown(Table("", columns, tuple(map(Row, lines)), heads=2))
 
 
 def _view(results: Sequence[Result], decision: Decision | None = None, history: History | None = None) -> View:

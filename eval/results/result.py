@@ -13,9 +13,7 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.results.conditions import Group, explain_past
-from draftsmith.eval.results.equality import Divergence as Divergence
-from draftsmith.eval.results.equality import Lossless as Lossless
-from draftsmith.eval.results.reading import check_figures, read_current
+from draftsmith.foreign.records import read_current
 from draftsmith.foreign.text import read_json
 from draftsmith.machine import Clocks
 from draftsmith.machine import Hardware as Hardware
@@ -24,11 +22,8 @@ from draftsmith.storage import write_json
 WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 
-# From where on a clock is doubted: shares of the cores, of the target's speed, of the ideal, and of the time to a first token.
-_BUSY, _DRIFT, _IDEAL, _TTFT = 0.15, 0.15, 0.05, 0.25
-ROUNDING = 0.02  # so much above tau a speedup may be
-FAR = 0.1
-"""A time that is off by more says that the costs or the turns were held up."""
+_MOST = 1e15  # more than any count, time or number of bytes that is measured
+_BELOW_ZERO = 1e-12  # so much below zero a sum of shares may come by rounding
 
 
 @dataclass(frozen=True)
@@ -65,6 +60,37 @@ class Percentiles:
 
     p50: float
     p95: float
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where a speculated greedy text differs from the target alone.
+
+    prompt: the prompt's id. position: emitted tokens before it. expected, got: token ids of the target alone and of the speculated text.
+    logit_gap: the target's logit of `expected` minus that of `got`, in the dtype checked; rounding explains it only when tiny.
+    """
+
+    prompt: str
+    slice: str
+    position: int
+    expected: int
+    got: int
+    logit_gap: float | None = None
+
+
+@dataclass(frozen=True)
+class Lossless:
+    """Greedy equality, token for token, with the target alone.
+
+    checked: prompts compared. equal: prompts whose texts are the same ids. tau, tau_simulated: of the checked greedy texts.
+    """
+
+    dtype: str
+    checked: int
+    equal: int
+    first_divergences: tuple[Divergence, ...] = ()
+    tau: float | None = None
+    tau_simulated: float | None = None
 
 
 @dataclass(frozen=True)
@@ -184,9 +210,8 @@ class DrafterResult:
 class Costs:
     """Measured milliseconds of single steps, by size; the sizes are text keys, as JSON has no others.
 
-    verify_ms: {"n": one target pass over n new tokens}; "1" is the target alone and K drafted tokens
-    need n = K + 1. draft_ms: {"<drafter>": {"k": proposing k tokens}}; for a tree k is its depth.
-    nodes: {"<drafter>": {"k": n of its target pass}} for trees, whose pass does not read K + 1 tokens.
+    verify_ms: {"n": one target pass over n new tokens}; "1" is the target alone and K drafted tokens need n = K + 1. draft_ms:
+    {"<drafter>": {"k": proposing k tokens}}; for a tree k is its depth. nodes: {"<drafter>": {"k": n of its target pass}} for trees.
     """
 
     verify_ms: dict[str, float]
@@ -221,8 +246,7 @@ class Pick:
 
 @dataclass(frozen=True)
 class Piece:
-    """A token of a worked example. position: null = the target's own (first, correction or bonus),
-    0.. = an accepted draft at that position."""
+    """A token of a worked example. position: that of an accepted draft from 0 on, null for the target's own."""
 
     text: str
     position: int | None
@@ -242,10 +266,9 @@ class Example:
 class Settings:
     """The sampling setting and how it was run.
 
-    temperature 0 is greedy. top_k, top_p, min_p, repetition_penalty: null = off. num_speculative_tokens: K of the decoded
-    run. batch: requests decoded together. dtype: of target and drafter. repeats: timed passes per system. prompts: identifies
-    the prompts by ids, slices, messages and the most tokens of their answers, whatever tokenizer and template make of them.
-    longest_text: the most tokens that a prompt and its answer may have together.
+    temperature 0 is greedy. top_k, top_p, min_p, repetition_penalty: null = off. num_speculative_tokens: K of the decoded run. batch:
+    requests decoded together. dtype: of target and drafter. repeats: timed passes per system. prompts: identifies the prompts by ids,
+    slices, messages and the most tokens of their answers. longest_text: the most tokens that a prompt and its answer may have together.
     """
 
     temperature: float
@@ -324,41 +347,8 @@ class Result:
         for name, drafter in self.drafters.items():
             trained = None if drafter.draft is None else drafter.draft.trained_length
             text = "" if trained is None else explain_past(trained, drafter.overall.training_split or ())
-            if text:
-                sentences.append(f"at temperature {self.settings.temperature:g} {name} drafted {text}.")
+            sentences += [f"at temperature {self.settings.temperature:g} {name} drafted {text}."] if text else []
         return sentences
-
-    @property
-    def faults(self) -> list[tuple[str, bool]]:
-        """Why the times of this result should not be quoted, a clause each, and whether it is so far off that nothing can be decided on
-        them; empty where nothing is known against them."""
-        gains = [(n, d.overall.speedup, d.overall.tau or d.overall.tau_simulated) for n, d in self.drafters.items()]
-        gains += [(f"{p.drafter} with K = {p.num_speculative_tokens}", p.speedup, p.tau_simulated) for p in self.picks]
-        faults = [
-            # A round takes no less than a token of the target alone.
-            (f"{name} was faster than its tau allows ({gain:.2f}x at tau {tau:.2f})", True)
-            for name, gain, tau in gains
-            if gain and tau and gain > (1 + ROUNDING) * tau
-        ]
-        if self.clocks is not None and (busy := self.clocks.others) is not None and busy > _BUSY:
-            faults.append((f"other programs used {100 * busy:.0f}% of the cores while it was timed", False))
-        for name, drafter in self.drafters.items():
-            m = drafter.overall
-            if m.baseline_tok_s and m.baseline_tok_s_spread:
-                low, high = m.baseline_tok_s_spread
-                if (drift := (high - low) / m.baseline_tok_s) > _DRIFT:
-                    faults.append((f"the target alone varied by {100 * drift:.0f}% between repeats", False))
-            if m.speedup and m.ideal_speedup and (share := m.speedup / m.ideal_speedup) > 1 + _IDEAL:
-                text = f"{name} was faster than its costs allow ({100 * share:.0f}% of the ideal)"
-                faults.append((text, share > 1 + FAR))
-            # In a larger batch rows finish at other rounds with drafts, so that other prompts share a prefill.
-            alone = self.settings.batch == 1
-            if alone and m.ttft_s and m.ttft_baseline_s and abs(m.ttft_s / m.ttft_baseline_s - 1) > _TTFT:
-                moved = f"{100 * (m.ttft_s / m.ttft_baseline_s - 1):+.0f}%"
-                faults.append(
-                    (f"the time to the first token moved by {moved} with {name}, which drafting cannot do", False)
-                )
-        return list(dict.fromkeys(faults))
 
 
 def to_json(result: Result) -> dict[str, Any]:
@@ -391,3 +381,20 @@ def write_result(path: str | Path, result: Result) -> None:
     value = to_json(result)
     from_json(value, str(path))
     write_json(Path(path), value)
+
+
+def check_figures(measures: Measures, where: str) -> None:
+    """Raise UserError for figures that nothing can have. where: what they are of, up to "says that"."""
+    again = "evaluate again, or restore the file"
+    for key, value in vars(measures).items():
+        numbers = [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, int | float)]
+        # Rounding may bring kl below zero, and by a little the difference of two equal shares.
+        if key != "kl" and numbers and min(numbers) < -_BELOW_ZERO:
+            raise UserError(f"{where} {key} is {min(numbers):g}, below zero: {again}.")
+        if numbers and max(numbers) > _MOST:
+            raise UserError(f"{where} {key} is {max(numbers):g}, more than can be measured: {again}.")
+    taus = [measures.tau, measures.tau_simulated, *(point.tau_simulated for point in measures.k_sweep or ())]
+    if any(tau is not None and tau <= 0 for tau in taus):
+        raise UserError(f"{where} an accepted length is zero or less, where every pass brings a token: {again}.")
+    if measures.tokens and not measures.prompts:
+        raise UserError(f"{where} there are {measures.tokens} tokens of no prompts: {again}.")

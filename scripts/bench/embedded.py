@@ -24,11 +24,10 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.data.batch import Tokenized
+from draftsmith.data.batch import Tokenized, plan_batches
 from draftsmith.data.conversations.load import load_conversations
 from draftsmith.data.conversations.masks import tokenize_all
-from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
-from draftsmith.data.packing import plan_batches
+from draftsmith.data.embedded import SHIPPED, ensure_embedded
 from draftsmith.train.optimizers import Muon
 
 # Ids 0 (padding), 1 and 2 (end of an answer), as EmbeddedSettings has them.

@@ -29,10 +29,10 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.cli.main import main as draftsmith
-from draftsmith.data.embedded.default import SHIPPED, ensure_embedded
+from draftsmith.data.embedded import SHIPPED, ensure_embedded
 from draftsmith.machine import environment_json
 from draftsmith.storage import EARLIER, write_json
-from draftsmith.train.stopping import end_with_parent
+from draftsmith.train.process import end_with_parent
 
 RECIPE = (
     "--target.dtype float32 --data.limit 24 --data.max_length 96 --data.heldout 6 --answers.max_new_tokens 12 --answers.batch 6 "

@@ -33,8 +33,8 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def rendered(page: str) -> str:
     """Return a page with its reference and its tables as code and results have them."""
-    for mark, text in (("reference", reference), ("table: losses", losses)):
-        page = _block(mark).sub(lambda found, text=text: found[1] + text() + found[3], page)
+    page = _block("reference").sub(lambda found: found[1] + reference() + found[3], page)
+    page = _block("table: losses").sub(lambda found: found[1] + losses() + found[3], page)
     return _block("results( overall)?: (.+?)").sub(
         lambda found: f"{found[1]}\n{results(found[3].split(), overall_only=bool(found[2]))}\n{found[5]}", page
     )

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.masks import tokenize_all
-from draftsmith.data.embedded.default import ensure_embedded
+from draftsmith.data.embedded import ensure_embedded
 from scripts.bench import embedded
 from scripts.bench.embedded import EmbeddedSettings, batches, build_model, grow, make_target, packed_loss
 

@@ -18,6 +18,7 @@ from draftsmith.eval.engines.agreement import (
     CLOSE,
     AgreementRow,
     Counts,
+    EngineAnswer,
     compare_answers,
     count,
     count_tally,
@@ -26,10 +27,10 @@ from draftsmith.eval.engines.agreement import (
     per_answer,
     ratio_error,
     to_generations,
+    trace_ours,
     within_text,
 )
 from draftsmith.eval.engines.llama_cpp import DRAFT_MODEL, LlamaServerProcess, ServerSettings, counted_by_llama_cpp
-from draftsmith.eval.engines.traces import EngineAnswer, trace_ours
 from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.export.export import export_head

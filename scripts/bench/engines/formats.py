@@ -7,10 +7,9 @@ from typing import Any
 
 from draftsmith.heads.export.readme import fenced
 from draftsmith.heads.formats.engines import ENGINES, SERVED, Serving
-from draftsmith.heads.formats.layout import default_layout, layouts, layouts_of
-from draftsmith.heads.formats.targets import LISTS, drafts_for
+from draftsmith.heads.formats.layout import TARGETS, default_layout, drafts_for, layouts, layouts_of
 from scripts.bench.engines.page import agrees, read_results
-from scripts.bench.pages.tables import markdown_table
+from scripts.bench.pages import markdown_table
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("drafters", "export", "train-a-head"))]
@@ -130,10 +129,10 @@ def targets_table() -> str:
     """A row for every class of targets: the engines that draft for it."""
     said = {True: "yes", False: "no", None: "not known"}
     rows = [
-        (f"`{kind}ForCausalLM`", *(said[drafts_for(engine, "states", [f"{kind}ForCausalLM"])] for engine in LISTS))
+        (f"`{kind}ForCausalLM`", *(said[drafts_for(engine, "states", [f"{kind}ForCausalLM"])] for engine in TARGETS))
         for kind in KINDS
     ]
-    heads = [f"{ENGINES[engine].title} {ENGINES[engine].version}" for engine in LISTS]
+    heads = [f"{ENGINES[engine].title} {ENGINES[engine].version}" for engine in TARGETS]
     return markdown_table(("class of the target", *heads), rows)
 
 

@@ -7,13 +7,12 @@ A table stands between `<!-- engines: NAME -->` and `<!-- end -->`; a test holds
 
 import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.pages.tables import markdown_table
+from scripts.bench.pages import markdown_table
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE, RESULTS = ROOT / "docs" / "engines.md", ROOT / "docs" / "results" / "engines"
@@ -95,7 +94,7 @@ def _counts(counts: Row) -> str:
 
 
 def weights(rows: Sequence[Row]) -> str:
-    """llama.cpp with quantized drafts: what they cost in acceptance, and the speeds that files of earlier versions hold."""
+    """llama.cpp with quantized drafts: what they cost in acceptance."""
     lines = []
     served = [row for row in rows if row["engine"] == "llama.cpp" and row["layout"] != "draft_model"]
     for row in served:
@@ -106,14 +105,9 @@ def weights(rows: Sequence[Row]) -> str:
         change = _tau(row["theirs"]) / _tau(exact["theirs"]) - 1
         rounds = f"{row['equal_rounds']:,} of {row['ours']['rounds']:,}"
         cells = [row["target"], row["head"], row["weights"], rounds, f"{row['theirs']['accepted']:,}"]
-        cells += [f"{_tau(row['theirs']):.3f}", f"{change:+.1%}" if row is not exact else ""]
-        speed = row.get("speed")
-        ratio = speed and f"{speed['tok_s'] / speed['alone_tok_s']:.2f}×"
-        lines.append(
-            [*cells, *([f"{speed['tok_s']:.1f}", f"{speed['alone_tok_s']:.1f}", ratio] if speed else ["—"] * 3)]
-        )
+        lines.append([*cells, f"{_tau(row['theirs']):.3f}", f"{change:+.1%}" if row is not exact else ""])
     head = ["target", "head", "draft weights", "rounds as in f32 by us", "accepted", "tau", "change"]
-    return markdown_table([*head, "tok/s", "target alone tok/s", "speedup"], lines)
+    return markdown_table(head, lines)
 
 
 def sources(rows: Sequence[Row]) -> str:
@@ -159,11 +153,5 @@ def _sum(rows: Iterable[Row], key: str) -> int:
     return sum(row[key] for row in rows)
 
 
-def main() -> int:
-    """Write the tables into the page again."""
-    PAGE.write_text(update(PAGE.read_text(encoding="utf-8"), read_results()), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    PAGE.write_text(update(PAGE.read_text(encoding="utf-8"), read_results()), encoding="utf-8")

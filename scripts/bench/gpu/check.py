@@ -3,6 +3,12 @@
 `bash scripts/gpu_check.sh` finds a Python for it. Every step is a process with a latest end, so that one which fails or
 hangs costs no other its result; what a step leaves of its time goes to the next. gpu_check.json is written again after
 each step. Imports nothing beyond the standard library and what comes with transformers, because it installs the rest.
+
+Its own steps, which need torch, are processes that write facts to a JSON file:
+
+    python -m scripts.bench.gpu.check FACTS machine
+    python -m scripts.bench.gpu.check FACTS part NAME DEVICE [--small]           # a part of `scripts.bench.gpu.shapes`
+    python -m scripts.bench.gpu.check FACTS stage COMMAND --recipe R ...        # a command of draftsmith
 """
 
 import argparse
@@ -34,6 +40,7 @@ PARTS = {"limits": 0.04, "decoding": 0.16, "training": 0.1, "sources": 0.16, "lo
 RESERVE = 15.0
 """Seconds kept for starting and for writing the results."""
 ERROR_LINES = 12
+_PACKAGES = ("torch", "transformers", "accelerate", "tokenizers", "safetensors", "numpy")
 _ENDED = re.compile(r"^\[gw\d+\] \[ *\d+%\] (?P<outcome>[A-Z]+) (?P<test>.+?) *$", re.MULTILINE)
 """A line of `pytest -v -n` about a test that ended."""
 
@@ -144,7 +151,7 @@ class GpuCheck:
         return self.work / f"{name}.facts"
 
     def _part(self, facts: str, *words: str) -> tuple[str, ...]:
-        return (sys.executable, "-m", "scripts.bench.gpu.steps", str(self._at(facts)), *words)
+        return (sys.executable, "-m", "scripts.bench.gpu.check", str(self._at(facts)), *words)
 
     def _facts(self, name: str) -> dict[str, Any]:
         path = self._at(name)
@@ -282,3 +289,64 @@ def install_wheels(wheels: Path | None, packages: Path) -> Path:
 
 def _wheel_name(name: str) -> str:
     return name.lower().replace("-", "_")
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine: hardware, driver, versions, commit and date."""
+    import torch
+
+    from draftsmith.machine import environment_json
+
+    facts = environment_json()
+    facts["versions"] |= {name: metadata.version(name) for name in _PACKAGES}
+    if torch.cuda.is_available():
+        properties, driver = torch.cuda.get_device_properties(0), None
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+            driver = found.stdout.split("\n")[0]
+        facts["gpu"] = {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": driver,
+            "cuda": torch.version.cuda,
+            "flash_attention": torch.backends.cuda.is_flash_attention_available(),
+        }
+    return facts
+
+
+def write_facts(facts: str, what: str, *rest: str) -> int:
+    """Take a step of our own, and write what it finds as it finds it, with the seconds so far and the peak of GPU memory."""
+    import torch
+
+    started = time.perf_counter()
+    found: dict[str, Any] = {}
+
+    def keep(**more: Any) -> None:
+        found.update(more, seconds=time.perf_counter() - started)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        write_json(Path(facts), found)
+
+    code = 0
+    if what == "machine":
+        keep(**machine())
+    elif what == "part":
+        from scripts.bench.gpu import shapes
+
+        name, device, *small = rest
+        shape = shapes.SMALL if small else shapes.EIGHT_BILLION
+        for piece, value in shapes.PARTS[name](torch.device(device), shape):
+            print(f"{piece}: {time.perf_counter() - started:.1f} s", flush=True)
+            keep(**{piece: value})
+    else:
+        from draftsmith.cli.main import main as run_command
+
+        code = run_command(list(rest))
+        keep()
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(write_facts(*sys.argv[1:]))

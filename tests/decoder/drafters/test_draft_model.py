@@ -12,7 +12,7 @@ from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.decoder.drafters.draft_model import DraftModel
 from draftsmith.decoder.sampling import DRAFT, Sampling, draw, probs, uniforms
 from draftsmith.errors import UserError
-from draftsmith.eval.simulate.headless import draft_model_simulator
+from draftsmith.eval.simulate.texts import draft_model_simulator
 from draftsmith.target.target import Target
 from draftsmith.target.tokens import check_same_tokens
 from tests.decoder.spies import KnowsTexts, decode_together_and_alone

@@ -14,8 +14,7 @@ from draftsmith.decoder.draft import DecodeState, Draft, TargetAlone
 from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules, speculate
 from draftsmith.decoder.drafters.texts import Branches, PromptLookup, TextDrafter, find_continuation
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.eval.simulate.headless import simulate_prompt_lookup, simulate_suffix_decoding
-from draftsmith.eval.simulate.texts import Simulation
+from draftsmith.eval.simulate.texts import Simulation, simulate_prompt_lookup, simulate_suffix_decoding
 from draftsmith.target.target import Target
 from tests.decoder.spies import (
     KnowsTexts,

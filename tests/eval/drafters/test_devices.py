@@ -14,7 +14,7 @@ from draftsmith.decoder.drafters.lookahead import Lookahead
 from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules
 from draftsmith.decoder.drafters.texts import PromptLookup
 from draftsmith.decoder.sampling import Sampling, row_key
-from draftsmith.eval.simulate.headless import draft_model_simulator
+from draftsmith.eval.simulate.texts import draft_model_simulator
 from draftsmith.target.target import Target
 from tests.far_device import far_device, move_module
 from tests.models import tiny_model

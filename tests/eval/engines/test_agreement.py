@@ -12,8 +12,17 @@ import torch
 from draftsmith.decoder.answers import Request, tally_generation, total
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Drafter
-from draftsmith.eval.engines.agreement import AgreementRow, Counts, count, ratio_error, to_generations, within_text
-from draftsmith.eval.engines.traces import ChainTracer, EngineAnswer, EngineRound
+from draftsmith.eval.engines.agreement import (
+    AgreementRow,
+    ChainTracer,
+    Counts,
+    EngineAnswer,
+    EngineRound,
+    count,
+    ratio_error,
+    to_generations,
+    within_text,
+)
 from draftsmith.heads.base import DraftHead
 from scripts.bench.engines.compare import SAMPLED, OurSide, greedy_row, sampled_row
 from scripts.bench.engines.served import Candidate, ServedTarget

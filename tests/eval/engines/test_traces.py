@@ -16,9 +16,8 @@ from draftsmith.decoder.draft import DecodeState, Draft, TargetAlone
 from draftsmith.decoder.drafters.draft_model import DraftModel
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.engines.agreement import compare_answers, logit_gaps
+from draftsmith.eval.engines.agreement import EngineAnswer, EngineRound, compare_answers, logit_gaps, trace_ours
 from draftsmith.eval.engines.llama_cpp import LlamaServerProcess, ServerSettings, counted_by_llama_cpp, read_rounds
-from draftsmith.eval.engines.traces import EngineAnswer, EngineRound, trace_ours
 from draftsmith.target.target import Target
 from tests.models import tiny_model
 

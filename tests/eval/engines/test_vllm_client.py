@@ -11,7 +11,7 @@ import torch
 from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
 from draftsmith.eval.engines import vllm_runner
-from draftsmith.eval.engines.traces import EngineAnswer, EngineRound
+from draftsmith.eval.engines.agreement import EngineAnswer, EngineRound
 from draftsmith.eval.engines.vllm_client import VllmSettings, run_vllm
 
 REQUESTS = [Request("a", "s", (5, 6), 4), Request("b", "s", (7,), 3)]

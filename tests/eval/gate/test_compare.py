@@ -9,8 +9,7 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.gate.compare import Comparison, Difference, compare_results, difference_interval
-from draftsmith.eval.results.bootstrap import bootstrap_tau
-from draftsmith.eval.results.metrics import wilson
+from draftsmith.eval.results.metrics import bootstrap_tau, wilson
 from draftsmith.eval.results.result import (
     DrafterResult,
     Hardware,

@@ -14,7 +14,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.lossless import check_lossless
 from draftsmith.eval.simulate import answers
-from draftsmith.eval.simulate.headless import simulate_prompt_lookup
+from draftsmith.eval.simulate.texts import simulate_prompt_lookup
 from draftsmith.foreign.records import Journal
 from draftsmith.target.target import Target
 from tests.models import tiny_model

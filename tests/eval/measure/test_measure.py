@@ -27,8 +27,8 @@ from draftsmith.eval.measure.measure import (
     sampling_error,
     summarize,
 )
-from draftsmith.eval.results.bootstrap import bootstrap_tau, mean_tau
 from draftsmith.eval.results.conditions import Group
+from draftsmith.eval.results.metrics import bootstrap_tau, mean_tau
 from draftsmith.eval.results.result import Costs, DrafterResult, Measures, Percentiles, PromptSums
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.target.target import Target

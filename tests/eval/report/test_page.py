@@ -10,7 +10,7 @@ import pytest
 from draftsmith.eval.report.losslessness import evidence
 from draftsmith.eval.report.page_model import view_of
 from draftsmith.eval.report.report import render_html, render_markdown
-from draftsmith.eval.results.bootstrap import prompts_needed
+from draftsmith.eval.results.metrics import prompts_needed
 from draftsmith.eval.results.result import Divergence, DrafterResult, Lossless, Result
 from tests.eval.report.test_report import EAGLE, PROMPT_LOOKUP, bare_result, invented_result
 

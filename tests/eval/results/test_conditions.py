@@ -16,7 +16,7 @@ from draftsmith.eval.results.conditions import (
     explain_past,
 )
 from draftsmith.eval.simulate.acceptance import expected_tallies
-from draftsmith.eval.simulate.headless import simulate_prompt_lookup
+from draftsmith.eval.simulate.texts import simulate_prompt_lookup
 from tests.helpers import tiny_tokenizer
 
 K = 3

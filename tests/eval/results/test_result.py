@@ -13,6 +13,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
+from draftsmith.eval.planner.checks import clock_faults
 from draftsmith.eval.results.conditions import Group
 from draftsmith.eval.results.result import (
     Costs,
@@ -206,7 +207,7 @@ def test_a_clock_that_cannot_be_trusted_is_said() -> None:
 
     def doubts(clocks: Clocks | None = None, **changes: Any) -> str:
         drafters = {"eagle3": DrafterResult(replace(m, **changes), {})}
-        return "; ".join(text for text, _ in replace(quiet, clocks=clocks, drafters=drafters).faults)
+        return "; ".join(text for text, _ in clock_faults(replace(quiet, clocks=clocks, drafters=drafters)))
 
     assert doubts() == ""
     assert doubts(Clocks(10.0, 10.0, 0.1, 1.0)) == ""

@@ -1,1 +1,0 @@
-"""How the target that data/embedded/ ships was trained."""

@@ -1,1 +1,0 @@
-"""Kills and damage: what a run directory is worth after a process dies in it or a disk spoils it."""

@@ -1,11 +1,13 @@
 """Batches for draft heads, made of random documents read by a tiny target."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from draftsmith.data.batch import TrainBatch
+from draftsmith.data.batch import Tokenized, TrainBatch, collate
+from draftsmith.data.features.extract import compute_features
 from draftsmith.target.target import Target
 
 # Lengths of the documents of each batch row; what is left of a row is padding.
@@ -30,27 +32,15 @@ def pack(
     target: Target, rows: Sequence[Sequence[Tensor]], layer_ids: tuple[int, ...], width: int | None = None
 ) -> TrainBatch:
     """Let the target read every document alone, and pack them into rows of `width` tokens."""
-    B, L = len(rows), width or max(sum(len(d) for d in row) for row in rows)
-    H, V = target.hidden_size, target.vocab_size
-    batch = TrainBatch(
-        ids=torch.zeros(B, L, dtype=torch.int64),
-        mask=torch.zeros(B, L, dtype=torch.bool),
-        document=torch.full((B, L), -1),
-        position=torch.zeros(B, L, dtype=torch.int64),
-        aux=torch.zeros(B, L, len(layer_ids) * H),
-        last=torch.zeros(B, L, H),
-        top1=torch.zeros(B, L, dtype=torch.int64),
-        logsumexp=torch.full((B, L), float(torch.tensor(V).log())),
-    )
-    for b, row in enumerate(rows):
-        start = 0
-        for number, ids in enumerate(row):
-            place = slice(start, start + len(ids))
-            seen = target.forward(ids[None], layer_ids=layer_ids)
-            logits = target.head.logits(seen.last[0])
-            batch.ids[b, place], batch.mask[b, place] = ids, turns(len(ids))
-            batch.document[b, place], batch.position[b, place] = number, torch.arange(len(ids))
-            batch.aux[b, place], batch.last[b, place] = seen.aux[0], seen.last[0]
-            batch.top1[b, place], batch.logsumexp[b, place] = logits.argmax(-1), logits.logsumexp(-1)
-            start += len(ids)
-    return batch
+    read = [
+        [
+            compute_features(target, [Tokenized(ids, turns(len(ids)), "", "")], layer_ids, torch.float32)[0]
+            for ids in row
+        ]
+        for row in rows
+    ]
+    batch = collate(read, width or max(sum(len(ids) for ids in row) for row in rows))
+    some = float(
+        torch.tensor(target.vocab_size).log()
+    )  # in place of 0, at which padding would have a mass beyond all bounds
+    return replace(batch, logsumexp=batch.logsumexp.masked_fill(batch.document < 0, some))

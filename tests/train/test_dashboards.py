@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -49,60 +48,60 @@ def test_a_run_that_starts_again_begins_the_file_anew(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0, "tau": 2.0}\n'
 
 
-def wandb_run(**calls: Any) -> SimpleNamespace:
-    """A run of W&B that takes everything; calls: what it does instead."""
-    nothing = dict.fromkeys(("log", "finish", "define_metric"), lambda *args, **options: None)
-    return SimpleNamespace(**nothing | calls)
+ONLINE = TrackingSpec(wandb="online")
 
 
-def test_a_run_that_starts_again_is_a_dashboard_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ids = []
-    run = wandb_run()
-    monkeypatch.setattr("wandb.init", lambda **options: ids.append(options["id"]) or run)
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What W&B is given: the ids of runs, steps with their losses, exit codes. fails: the step whose figures it does not take."""
+    told = SimpleNamespace(ids=[], logged=[], codes=[], fails=None)
+
+    def log(values: dict[str, float], step: int) -> None:
+        told.logged.append((step, values.get("train/loss")))
+        if step == told.fails:
+            raise ConnectionError("the network is down")
+
+    run = SimpleNamespace(
+        log=log, finish=lambda exit_code: told.codes.append(exit_code), define_metric=lambda *_, **__: None
+    )
+    monkeypatch.setattr("wandb.init", lambda **options: told.ids.append(options["id"]) or run)
+    return told
+
+
+def test_a_run_that_starts_again_is_a_dashboard_of_its_own(tmp_path: Path, wandb: SimpleNamespace) -> None:
     for step in (0, 5, 0):
-        with Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, step):
+        with Tracker(tmp_path, ONLINE, "x", {}, step):
             pass
-    assert ids[0] == ids[1] != ids[2]
+    assert wandb.ids[0] == wandb.ids[1] != wandb.ids[2]
 
 
 def test_a_dashboard_that_fails_on_the_way_ends_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, wandb: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def log(values: dict[str, float], step: int) -> None:
-        logged.append(step)
-        if step == 2:
-            raise ConnectionError("the network is down")
-
-    logged: list[int] = []
-    monkeypatch.setattr("wandb.init", lambda **options: wandb_run(log=log))
-    with Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, 0) as tracker:
+    wandb.fails = 2
+    with Tracker(tmp_path, ONLINE, "x", {}, 0) as tracker:
         for step in (1, 2, 3):
             tracker.log({"step": step})
-    assert logged == [1, 2]
+    assert [step for step, _ in wandb.logged] == [1, 2]
     assert "Weights & Biases failed and gets no more figures (the network is down)" in capsys.readouterr().err
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
 
 
 def test_a_dashboard_that_does_not_start_is_said_and_the_others_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, wandb: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr("wandb.init", lambda **options: wandb_run(finish=lambda exit_code: ended.append(exit_code)))
     monkeypatch.setattr(TensorBoard, "start", lambda board: (_ for _ in ()).throw(OSError("no\nroom")))
     with pytest.raises(UserError, match=r"TensorBoard did not start \(no room\): leave tensorboard out"):
         Tracker(tmp_path, TrackingSpec(wandb="online", backends=["tensorboard"]), "x", {}, 0)
-    assert ended == [1]
+    assert wandb.codes == [1]
 
 
-def test_a_dashboard_that_is_added_later_gets_the_steps_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    logged: list[tuple[int, float]] = []
-    run = wandb_run(log=lambda values, step: logged.append((step, values["train/loss"])))
-    monkeypatch.setattr("wandb.init", lambda **options: run)
-    for spec, steps in ((TrackingSpec(), (1, 2, 3, 4)), (TrackingSpec(wandb="online"), (3, 4, 5))):
+def test_a_dashboard_that_is_added_later_gets_the_steps_so_far(tmp_path: Path, wandb: SimpleNamespace) -> None:
+    for spec, steps in ((TrackingSpec(), (1, 2, 3, 4)), (ONLINE, (3, 4, 5))):
         with Tracker(tmp_path, spec, "x", {}, steps[0] - 1) as tracker:
             for step in steps:
                 tracker.log({"step": step, "loss": 1.0 / step})
-    assert logged == [(step, 1.0 / step) for step in (1, 2, 3, 4, 5)]
+    assert wandb.logged == [(step, 1.0 / step) for step in (1, 2, 3, 4, 5)]
 
 
 def test_damage_to_what_dashboards_are_given_again_is_named(tmp_path: Path) -> None:
@@ -129,11 +128,8 @@ def test_flatten_leaves_out_what_is_missing() -> None:
     ],
 )
 def test_a_run_that_did_not_finish_ends_as_such_on_wandb(
-    error: BaseException, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, code: int, tmp_path: Path, wandb: SimpleNamespace
 ) -> None:
-    codes: list[int] = []
-    run = wandb_run(finish=lambda exit_code: codes.append(exit_code))
-    monkeypatch.setattr("wandb.init", lambda **options: run)
-    with pytest.raises(type(error)), Tracker(tmp_path, TrackingSpec(wandb="online"), "x", {}, 0):
+    with pytest.raises(type(error)), Tracker(tmp_path, ONLINE, "x", {}, 0):
         raise error
-    assert codes == [code]
+    assert wandb.codes == [code]

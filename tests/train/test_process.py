@@ -76,14 +76,6 @@ def test_places_that_cannot_be_are_refused(
         world()
 
 
-def test_a_command_says_it_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    set_all(monkeypatch, {"RANK": "x"})
-    assert main(["regenerate", "--recipe", "recipes/eagle3/tiny.yaml"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("draftsmith: RANK is 'x'")
-    assert said.count("\n") == 1
-
-
 @pytest.mark.parametrize("command", ["run", "regenerate", "extract", "evaluate", "export"])
 def test_only_training_takes_several_processes(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

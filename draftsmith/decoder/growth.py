@@ -93,33 +93,30 @@ class Growth:
 @lru_cache(maxsize=64)
 def growth(tree: StaticTree, device: torch.device) -> Growth:
     """Return the plan of `tree`, whose nodes are numbered by depth and then by path."""
-    paths = [(), *tree.choices]
-    parents = {path[:-1] for path in tree.choices}
-    inner = [path for path in paths if path in parents]
+    shape = tree.on(device)
+    node_N, parents_N = torch.arange(tree.max_nodes, device=device), shape.parents_N
+    inner_T = parents_N[1:].unique()
+    inner_depth_T = shape.depth_N[inner_T]
+    siblings_N = ((parents_N[:, None] == parents_N) & (node_N < node_N[:, None])).sum(1)
     levels = []
     for depth in range(1, tree.depth + 1):
-        here = [path for path in paths if len(path) == depth]
-        above = [path for path in inner if len(path) == depth - 1]
-        so_far = [path for path in inner if 0 < len(path) <= depth]
-        grown = [path for path in here if path in parents]
-        siblings = [sum(other[:-1] == path[:-1] for other in here[:i]) for i, path in enumerate(here)]
-        seen = [[path[: len(other)] == other for other in so_far] for path in grown]
+        here = (shape.depth_N == depth).nonzero()[:, 0]
+        above = inner_T[inner_depth_T == depth - 1]
+        so_far = inner_T[(inner_depth_T > 0) & (inner_depth_T <= depth)]
+        inner_m = torch.isin(here, inner_T).nonzero()[:, 0]
         levels.append(
             Level(
                 len(above),
-                torch.tensor([above.index(path[:-1]) for path in here], device=device),
-                torch.tensor(siblings, device=device),
-                torch.tensor([path[-1] for path in here], device=device),
-                torch.tensor([here.index(path) for path in grown], dtype=torch.long, device=device),
-                torch.tensor(seen, dtype=torch.bool, device=device).view(len(grown), len(so_far)),
+                torch.searchsorted(above, parents_N[here]),
+                siblings_N[here],
+                shape.rank_N[here],
+                inner_m,
+                shape.ancestors_NN[here[inner_m]][:, so_far],
             )
         )
-    numbers = [paths.index(path) for path in inner]
-    probs = [numbers.index(node) if node in numbers else 0 for node in range(numbers[-1] + 1)]
-    children = max(int(level.sibling_n.max()) + 1 for level in levels)
-    return Growth(
-        tuple(levels), torch.tensor(numbers, device=device), torch.tensor(probs, device=device), children, tree.ranks
-    )
+    last = int(inner_T[-1]) + 1
+    probs_M = torch.zeros_like(node_N).scatter(0, inner_T, torch.arange(len(inner_T), device=device))[:last]
+    return Growth(tuple(levels), inner_T, probs_M, int(siblings_N.max()) + 1, tree.ranks)
 
 
 def child_uniforms(state: DecodeState, tree: StaticTree, numbers_m: Tensor) -> Tensor:

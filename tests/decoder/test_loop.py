@@ -167,20 +167,6 @@ def test_a_prompt_that_gives_no_numbers_is_named() -> None:
         decode_batch(target, TargetAlone(), [Request("p7", "a", r.prompt_ids, 4) for r in requests], GREEDY)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_last_row_goes_on_as_if_it_had_been_alone(shape: str) -> None:
-    """A batch that shrinks to one row, whose last round was shorter than that of the row which left."""
-    target, head = trained()
-    prompts = make_requests(6)
-    for first, second in ((0, 4), (1, 3), (5, 2)):
-        for limit in (5, 6, 9):
-            requests = [replace(prompts[first], max_new_tokens=limit), replace(prompts[second], max_new_tokens=24)]
-            together = decode_batch(target, EagleDrafter(head, 4, **SHAPES[shape]), requests, GREEDY).generations
-            (alone,) = decode_batch(target, EagleDrafter(head, 4, **SHAPES[shape]), requests[1:], GREEDY).generations
-            assert together[1].output_ids == alone.output_ids
-            assert together[1].rounds == alone.rounds
-
-
 def test_rows_that_wait_stay_within_the_context() -> None:
     """GPT-2 has a table of positions, and none behind the last one."""
     config = AutoConfig.for_model(
@@ -256,27 +242,6 @@ def test_joined_projections_follow_their_parts() -> None:
             torch.testing.assert_close(turning, torch.cat([attention.query(x), keys], -2))
         attention = attention.to(torch.bfloat16)
         assert attention.together(x.bfloat16())[0].dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("tree", [TREE, DynamicTree(4, 3, 12), None], ids=["static", "dynamic", "chain"])
-def test_drafts_of_one_row_are_those_of_two(tree: StaticTree | DynamicTree | None) -> None:
-    """A single row needs fewer masks; the distributions say whether it needs those that it goes without."""
-    target, head = trained()
-    request = make_requests(1)[0]
-    draft_probs = []
-    for rows in (1, 2):
-        drawn = isinstance(tree, StaticTree)
-        drafter = EagleDrafter(head, 4, tree=tree, drawn=drawn)
-        run = Loop(target, drafter, [request] * rows, Sampling(1.0), None, rows)
-        seen: list[Tensor] = []
-        logits = head.logits
-        head.logits = lambda out, seen=seen, logits=logits: (seen.append(logits(out)[:1]), logits(out))[1]  # type: ignore[method-assign]
-        with torch.no_grad():
-            drafter.propose(run.state)
-        del head.logits
-        draft_probs.append(torch.cat([x.flatten(0, -2) for x in seen]))
-    assert len(draft_probs[0]) >= 4
-    torch.testing.assert_close(draft_probs[0], draft_probs[1], atol=2e-4, rtol=1e-4)
 
 
 def test_every_part_of_a_round_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:

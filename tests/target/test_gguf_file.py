@@ -25,7 +25,7 @@ from draftsmith.target.identity import compare, identify_directory, not_compared
 from draftsmith.target.pretrained import load_config, weights_directory
 from draftsmith.target.target import Target, load_target
 from tests.exports import make_medusa
-from tests.ggufs import MIXED, dequantized, gguf_name, rotate, tiny_llama, write_gguf
+from tests.ggufs import MIXED, dequantized, gguf_name, tiny_llama, write_gguf
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
 
@@ -147,14 +147,6 @@ def test_a_damaged_folder_is_made_again(file: Path, cache: Path, name: str) -> N
     assert model_folder(str(file)) == folder
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == whole
     assert folders(cache) == [folder.name]
-
-
-def test_a_folder_that_was_trained_on_is_no_longer_the_files(file: Path, tmp_path: Path) -> None:
-    model = write_gguf(file)
-    folder = shutil.copytree(model_folder(str(file)), tmp_path / "copy")
-    assert fingerprint_directory(folder) == open_gguf(str(file)).identity.fingerprint
-    model.save_pretrained(folder)
-    assert identify_directory(folder).fingerprint not in (None, open_gguf(str(file)).identity.fingerprint)
 
 
 def test_the_config_is_read_without_dequantizing(file: Path, cache: Path) -> None:
@@ -311,12 +303,6 @@ def test_digits_and_unknown_ways_to_split(file: Path, capfd: Any) -> None:
         counts[pre] = len(load_tokenizer(str(file))("12").input_ids)
         assert ("splits text as 'spiral'" in capfd.readouterr().err) == (pre == "spiral")
     assert counts == {"gpt-2": 1, "smollm": 2, "spiral": 1}
-
-
-def test_the_rows_of_projections_are_llama_cpps() -> None:
-    # The oracle's own: neighbours are pairs there, halves here.
-    weight = torch.arange(8.0)[:, None]
-    assert rotate(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_a_head_is_made_for_the_file(file: Path, tmp_path: Path, capsys: Any) -> None:

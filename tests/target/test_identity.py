@@ -15,7 +15,8 @@ from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.record import RECORD, read_record, write_record
-from draftsmith.target.identity import KINDS, TargetIdentity, compare, identify_directory, not_compared
+from draftsmith.target.folder import fingerprint_directory
+from draftsmith.target.identity import CHANGES_OUTPUT, KINDS, TargetIdentity, compare, identify_directory, not_compared
 from draftsmith.target.target import load_target
 from tests.exports import make_eagle3, make_medusa, make_target
 from tests.helpers import save_target, tiny_tokenizer
@@ -89,6 +90,8 @@ def test_a_change_is_found_under_its_own_name_only(mutant: str, folder: Path, co
     change, expected = MUTANTS[mutant]
     change(copy)
     assert kinds(folder, copy) == kinds(copy, folder) == expected
+    same = not {*CHANGES_OUTPUT} & {*expected}
+    assert (fingerprint_directory(folder) == fingerprint_directory(copy)) == same
     assert not not_compared(identify_directory(folder), identify_directory(copy))
 
 
@@ -137,6 +140,7 @@ def test_the_same_target_in_other_files_is_the_same(rewriting: str, folder: Path
     REWRITINGS[rewriting](copy)
     assert kinds(folder, copy) == []
     assert not_compared(identify_directory(folder), identify_directory(copy)) == []
+    assert fingerprint_directory(folder) == fingerprint_directory(copy)
 
 
 def test_what_is_known_of_a_folder(folder: Path) -> None:
@@ -241,7 +245,7 @@ def test_damaged_files_are_one_sentence(copy: Path) -> None:
 
 def test_a_loaded_target_is_its_folder(folder: Path) -> None:
     target = load_target(str(folder))
-    assert target.identity == identify_directory(folder)
+    assert target.identity == load_target(str(folder), dtype="bfloat16").identity == identify_directory(folder)
     in_memory = make_target().identity
     assert (in_memory.vocab_size, in_memory.eos_ids, in_memory.tokenizer) == (160, (2,), None)
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel, Dyna
 
 from draftsmith.errors import UserError
 from draftsmith.target import pretrained
-from draftsmith.target.folder import TOKENIZER_FILES, fingerprint_directory
+from draftsmith.target.folder import TOKENIZER_FILES
 from draftsmith.target.pretrained import probe_ids
 from draftsmith.target.target import Target, TargetHead, load_target
 from tests.models import KINDS, save_tiny_target, tiny_model
@@ -181,16 +181,12 @@ def test_layer_ids_of_small_targets() -> None:
 # Bad input: one sentence each.
 
 
-def check_sentence(info: pytest.ExceptionInfo, *words: str) -> None:
-    text = str(info.value)
-    assert all(word in text for word in words), text
-    assert "\n" not in text
-
-
 def refused(path: object, *words: str, **options: object) -> None:
     with pytest.raises(UserError) as info:
         load_target(str(path), **options)
-    check_sentence(info, *words)
+    text = str(info.value)
+    assert all(word in text for word in words), text
+    assert "\n" not in text
 
 
 def test_missing_path_and_folder_that_is_no_model(tmp_path: Path) -> None:
@@ -255,19 +251,6 @@ def test_the_self_check_catches_a_model_that_does_something_else(
 
     monkeypatch.setattr(cls, "forward", forward)
     refused(path, "'llama'", "hidden_states[3]" if broken == "taps" else "logits")
-
-
-# Fingerprint.
-
-
-def test_fingerprint_names_the_weights_not_the_files(tmp_path: Path) -> None:
-    first = fingerprint_directory(Path(save_tiny_target(tmp_path / "a", "llama")))
-    assert first == fingerprint_directory(Path(save_tiny_target(tmp_path / "same", "llama")))
-    assert first != fingerprint_directory(Path(save_tiny_target(tmp_path / "seed", "llama", seed=1)))
-    assert first != fingerprint_directory(Path(save_tiny_target(tmp_path / "rope", "llama", rope_theta=5e5)))
-    tiny_model("llama").save_pretrained(tmp_path / "sharded", max_shard_size="300KB")
-    assert load_target(str(tmp_path / "sharded")).fingerprint == first
-    assert load_target(str(tmp_path / "a"), dtype="bfloat16").fingerprint == first
 
 
 def test_the_tokens_of_the_probe_are_the_same_while_something_is_built_on_another_device() -> None:

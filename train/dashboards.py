@@ -19,8 +19,7 @@ from accelerate import PartialState
 from draftsmith.errors import UserError, first_line
 from draftsmith.eval.report.page_model import OVERALL
 from draftsmith.eval.results.result import Measures, Result, read_result
-from draftsmith.eval.training.forecast import Forecast, Point, forecast
-from draftsmith.eval.training.history import point_of
+from draftsmith.eval.training.history import Forecast, Point, forecast, point_of
 from draftsmith.foreign.text import parse_json, read_lines
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Backend, Recipe, TrackingSpec

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from draftsmith.decoder.sampling import row_key
 from draftsmith.errors import StoppedError, UserError
-from draftsmith.eval.training.forecast import Forecast
+from draftsmith.eval.training.history import Forecast
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor

@@ -17,7 +17,6 @@ from draftsmith.errors import UserError
 from draftsmith.estimate import estimate as estimating
 from draftsmith.estimate.estimator import Estimator
 from draftsmith.estimate.figures import device_here, find_device
-from draftsmith.estimate.shorter import shorter
 from draftsmith.eval.gate.compare import compare_results
 from draftsmith.eval.planner.decision import DECISION_MARKS
 from draftsmith.eval.report.comparison import COMPARISON_MARK, comparison_json, comparison_markdown, comparison_text
@@ -301,7 +300,7 @@ def plan(own: Namespace, words: list[str]) -> int:
         put(estimating.comment(estimate))
         return 0
     lines = [*estimating.describe(estimate), *estimating.engines(recipe, estimator.target)]
-    lines += [*estimating.guesses(estimate, estimator.asked), *shorter(estimate, estimator.estimate)]
+    lines += [*estimating.guesses(estimate, estimator.asked), *estimating.shorter(estimate, estimator.estimate)]
     lines += estimating.foresee(estimate, own.pilot)
     put("\n".join([f"plan of {recipe.name}", *lines]))
     if recipe.train.warm_start:

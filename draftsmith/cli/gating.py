@@ -11,8 +11,7 @@ from draftsmith.cli.boundary import tell
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.gate.compare import Comparison
-from draftsmith.eval.gate.gate import Threshold, check_names, check_results, parse_thresholds
-from draftsmith.eval.gate.junit import JUNIT_MARK, to_junit
+from draftsmith.eval.gate.gate import JUNIT_MARK, Threshold, check_names, check_results, parse_thresholds, to_junit
 from draftsmith.eval.results.result import Result, read_result
 from draftsmith.stages.evaluation import conversations_of
 from draftsmith.stages.session import Session

@@ -20,17 +20,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import AutoModelForCausalLM
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError, first_line
-from draftsmith.foreign.code import foreign_code
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import find_method
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.target.config import attention_of
 from draftsmith.target.shape import TargetShape
 from draftsmith.target.target import Target, TargetOutput
 from draftsmith.train.optimizers import Muon, build_optimizers
@@ -61,7 +58,11 @@ class HeadCost:
     """
 
     def __init__(self, method: str, options: Any, target: TargetShape, path: str = "") -> None:
-        self._target, self._texts, self.guessed = _ShapeTarget.of(target, path), dict[str, TextCost](), ""
+        self._target, self._texts, self.guessed = (
+            _ShapeTarget(target.model, path=path, fingerprint=""),
+            dict[str, TextCost](),
+            "",
+        )
         self._window = min((w for w in target.windows if w is not None), default=None)
         self.draft_vocab = min(draft_vocab_size_of(options) or target.vocab, target.vocab)
         vocab = torch.arange(self.draft_vocab) if self.draft_vocab < target.vocab else None
@@ -123,14 +124,6 @@ class HeadCost:
 
 class _ShapeTarget(Target):
     """A target of shapes alone, whose states nothing is computed for."""
-
-    @classmethod
-    def of(cls, shape: TargetShape, path: str) -> "_ShapeTarget":
-        """Build the model of a target's config on the meta device."""
-        dtype, attention = {4: torch.float32}.get(shape.itemsize, torch.bfloat16), attention_of(shape.config, "sdpa")
-        with foreign_code("No model can be built from the target's config", "check its path"), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype, attn_implementation=attention)
-        return cls(model, path=path, fingerprint="")
 
     def forward(self, input_ids: Tensor, *, layer_ids: tuple[int, ...] = (), **others: Any) -> TargetOutput:
         states = [self.embedding.new_empty(*input_ids.shape, n * self.hidden_size) for n in (len(layer_ids), 1)]

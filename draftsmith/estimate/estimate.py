@@ -1,72 +1,31 @@
-"""`draftsmith plan`: the time, disk and memory of a recipe, from it and the target's config alone; no weights are loaded.
-
-    draftsmith plan --recipe R                         # for this machine, whose rates are measured
-    draftsmith plan --recipe R --device h100 --gpus 8
+"""A plan in words: the time, disk and memory of a recipe, what is guessed, and what would make it shorter.
 
 What training a head takes is counted on the head, built without memory (counting.py); other figures are formulas over dimensions.
 The plan states what it assumes: the lengths of texts, and the share of its peak that a GPU of the table reaches.
 """
 
-import os
+import json
 import textwrap
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
+from typing import Any
 
-from draftsmith.data.conversations.load import Conversation, load_conversations, local_files
-from draftsmith.data.conversations.masks import tokenize_all
-from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
-from draftsmith.data.embedded import SHIPPED, ensure_embedded
-from draftsmith.data.features.store import DTYPES, readable_bytes
+from draftsmith.data.features.store import readable_bytes
 from draftsmith.errors import UserError, one_line
-from draftsmith.estimate.counting import HeadCost
+from draftsmith.estimate.estimator import UNCOUNTED
 from draftsmith.estimate.evaluation import EvaluationEstimate
-from draftsmith.estimate.figures import BANDWIDTH_SHARE, Assumptions, Device, Estimate, PlannedTarget, Rates
-from draftsmith.eval.training.forecast import FEWEST
-from draftsmith.eval.training.history import read_history, read_stage
-from draftsmith.heads.base import draft_vocab_size_of
+from draftsmith.estimate.figures import BANDWIDTH_SHARE, Estimate, PlannedTarget, Rates
+from draftsmith.eval.training.history import FEWEST, read_history
 from draftsmith.heads.formats.layout import default_layout, engines_notice, find_layout, layouts_of
-from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.machine import emulates_bf16
 from draftsmith.recipe.schema import Recipe
-from draftsmith.target.config import check_causal, check_quantization, read_model_config
-from draftsmith.target.pretrained import load_config
-from draftsmith.target.shape import TargetShape, shape_of
 
-UNCOUNTED = {"": 100}
-"""The prompts that a plan counts with where they are not at hand."""
-_SAMPLED = 200
-"""Conversations whose prompts are measured."""
+LEAST_SHARE, MOST_LINES = 0.05, 5
+_FEW_PROMPTS = 10
+"""Prompts of a slice that still tell something."""
 _BUSY = 0.15
 """Share of the cores that other programs may take, unsaid, while the machine is measured."""
-
-
-def make_estimate(
-    recipe: Recipe,
-    target: TargetShape,
-    samples: int,
-    given: Assumptions,
-    prompts: Mapping[str, int] = UNCOUNTED,
-    head: HeadCost | None = None,
-) -> Estimate:
-    """Return the plan of a recipe. prompts: of the evaluation, by slice. head: its costs, if they are known. Raises UserError for
-    lengths and options that do not fit it."""
-    longest = _longest(recipe, target)
-    if given.prompt + given.answer > longest:
-        raise UserError(
-            f"{given.prompt} prompt and {given.answer} answer tokens do not fit the {longest} that data.max_length, "
-            "train.row_tokens and the target allow: give other --prompt-tokens and --answer-tokens."
-        )
-    if (size := draft_vocab_size_of(recipe.head)) is not None and size > target.vocab:
-        raise UserError(
-            f"head.draft_vocab_size is {size}, but the target has {target.vocab} tokens: choose a smaller one, or null."
-        )
-    if recipe.export.layout is not None:
-        find_layout(recipe.export.layout, recipe.method)
-    head = head or HeadCost(recipe.method, recipe.head, target, recipe.target.path)
-    return Estimate(recipe, target, head, samples, given, prompts)
 
 
 @dataclass(frozen=True)
@@ -81,19 +40,15 @@ class Stage:
 
 def stages_of(estimate: Estimate) -> list[Stage]:
     """Return what each stage of a run takes."""
-    recipe, stored = estimate.recipe, estimate.recipe.features.source == "store"
+    recipe = estimate.recipe
     stages = [
         Stage("training", estimate.train_seconds, estimate.train_file_bytes, estimate.train_bytes),
         Stage("evaluation", EvaluationEstimate(estimate).seconds, 0, estimate.evaluate_bytes),
         Stage("export", 0, estimate.export_bytes, 0),
     ]
-    if stored:
-        stages.insert(
-            0,
-            Stage(
-                "hidden states", estimate.seconds(estimate.feature_flops), estimate.store_bytes, estimate.feature_bytes
-            ),
-        )
+    if recipe.features.source == "store":
+        seconds = estimate.seconds(estimate.feature_flops)
+        stages.insert(0, Stage("hidden states", seconds, estimate.store_bytes, estimate.feature_bytes))
     if recipe.answers.regenerate:
         stages.insert(0, Stage("answers", estimate.answer_seconds, estimate.answer_file_bytes, estimate.answer_bytes))
     return stages
@@ -238,120 +193,6 @@ def comment(estimate: Estimate) -> str:
     return "\n".join(f"#   {line}" for lines in wrapped for line in lines)
 
 
-def assume(recipe: Recipe, target: TargetShape, device: Device) -> Assumptions:
-    """Assume answers of half of answers.max_new_tokens after prompts of a quarter of data.max_length (less where the
-    context is short), at 40% of the peak, or at the rates that are measured."""
-    longest = _longest(recipe, target)
-    answer = min(recipe.answers.max_new_tokens // 2, longest // 2)
-    return Assumptions(device, 1, 0.4, longest // 4, answer)
-
-
-def _longest(recipe: Recipe, target: TargetShape) -> int:
-    return min(recipe.data.max_length, recipe.train.row_tokens, target.context)
-
-
-def read_target(recipe: Recipe) -> PlannedTarget:
-    """Return what the config of the recipe's target says."""
-    spec, path = recipe.target, _at_hand(recipe)
-    refuse_head(path)
-    if Path(path).is_dir() and not spec.trust_remote_code:
-        read_model_config(Path(path), "the target")
-    config = load_config(path, spec.trust_remote_code)
-    check_causal(spec.path, config, spec.trust_remote_code)
-    check_quantization(spec.path, config)
-    named = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    dtype = named if spec.dtype == "auto" else spec.dtype
-    return PlannedTarget(config, shape_of(config, DTYPES[dtype].itemsize if dtype in DTYPES else 2), dtype)
-
-
-def _at_hand(recipe: Recipe) -> str:
-    """Return the path of the recipe's target, that of the embedded default by its name."""
-    return str(SHIPPED) if recipe.target.path == "embedded" else recipe.target.path
-
-
-def check_template(recipe: Recipe) -> None:
-    """Raise UserError where the recipe names a chat template that is not there, which a plan could do without."""
-    if (named := recipe.data.chat_template) is not None and not os.path.isfile(os.path.expanduser(named)):
-        raise UserError(f"data.chat_template is {one_line(named)}, but there is no such file: check the path.")
-
-
-def local_conversations(recipe: Recipe) -> list[Conversation] | None:
-    """Return the conversations to learn from, None where they are not local files."""
-    spec, sources = recipe.data, _local(recipe, "data.sources", recipe.data.sources)
-    if sources is None:
-        return None
-    return load_conversations(sources, split=spec.split, slice=spec.slice, limit=spec.limit)
-
-
-def lengths_at_hand(
-    recipe: Recipe, target: TargetShape, conversations: Sequence[Conversation] | None
-) -> dict[str, int]:
-    """Return the mean tokens of the first prompts, as far as they fit beside an answer, and of the answers, by the names of Assumptions:
-    those in the data where the target does not answer, else those of the run where it has. What is not known is left out."""
-    spec, longest, found = recipe.data, _longest(recipe, target), dict[str, int]()
-    if (answer := _answer_tokens(recipe)) is not None:
-        found["answer"] = min(answer, longest - longest // 4)
-    if conversations is None:
-        return found
-    try:
-        tokenizer = load_tokenizer(_at_hand(recipe), recipe.target.trust_remote_code, spec.chat_template)
-        if recipe.answers.regenerate:
-            prompts = prepare_prompts(
-                tokenizer,
-                conversations[:_SAMPLED],
-                max_new_tokens=lambda slice_name: recipe.answers.max_new_tokens,
-                max_length=longest,
-                template=spec.template,
-                warn=lambda text: None,
-            )
-            least = found.get("answer", min(recipe.answers.max_new_tokens // 2, longest // 2))
-            return found | {"prompt": min(round(mean(len(prompt.ids) for prompt in prompts)), longest - least)}
-        samples = tokenize_all(
-            tokenizer,
-            conversations[:_SAMPLED],
-            max_length=longest,
-            on_too_long=spec.on_too_long,
-            template_kwargs=spec.template,
-            warn=lambda text: None,
-        ).samples
-    except UserError:  # which the run will say; a plan needs the config alone
-        return found
-    answer = max(1, round(mean(int(sample.mask.sum()) for sample in samples)))
-    return {"answer": answer, "prompt": max(1, round(mean(len(sample.ids) for sample in samples)) - answer)}
-
-
-def _answer_tokens(recipe: Recipe) -> int | None:
-    """Return the mean tokens of the answers that the run holds, None where it holds none by this target and of this length."""
-    path = recipe.data_path / "run.json"
-    if not recipe.answers.regenerate or not path.exists():
-        return None
-    inputs, facts = read_stage(path, "answers")
-    count, tokens = facts.get("answers"), facts.get("output_tokens")
-    alike = inputs.get("answers.max_new_tokens") == recipe.answers.max_new_tokens
-    return max(1, round(tokens / count)) if alike and type(count) is type(tokens) is int and count > 0 else None
-
-
-def count_prompts(recipe: Recipe) -> Mapping[str, int]:
-    """Return how many prompts of each slice the evaluation takes; UNCOUNTED where they are not local files."""
-    spec, sources = recipe.evaluate, _local(recipe, "evaluate.prompts", recipe.evaluate.prompts)
-    if sources is None:
-        return UNCOUNTED
-    found = Counter(conversation.slice for conversation in load_conversations(sources))
-    return {name: min(count, spec.per_slice or count) for name, count in found.items()}
-
-
-def _local(recipe: Recipe, key: str, named: Sequence[str]) -> list[str] | None:
-    """Return the files that a recipe names under `key`, or the embedded default's; None where some are data sets of the Hub. Raises
-    UserError for a file that is not there, and where none is named."""
-    if not named and recipe.target.path == "embedded":
-        embedded = ensure_embedded()
-        return [str(embedded.conversations if key == "data.sources" else embedded.prompts)]
-    try:
-        return None if None in [local_files(one) for one in named] or not named else [*named]
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from error
-
-
 def guesses(estimate: Estimate, known: Collection[str]) -> list[str]:
     """Return lines that say what is guessed, and how to do better. known: the fields of Assumptions that are not."""
     given = estimate.given
@@ -380,3 +221,42 @@ def readable_time(seconds: float) -> str:
     if seconds >= 5400:
         return f"{seconds / 3600:.3g} h"
     return f"{seconds / 60:.2g} min" if seconds >= 90 else f"{seconds:.2g} s"
+
+
+def shorter(estimate: Estimate, estimate_of: Callable[[Recipe], Estimate]) -> list[str]:
+    """Return lines that name a key, its value and a smaller one, and what that saves, the most first: at least LEAST_SHARE of the
+    whole, at most MOST_LINES.
+
+    estimate_of: estimates another recipe on the same device.
+    """
+    whole = total_seconds(estimate)
+    saved = []
+    for key, value in _changes(estimate):
+        section, name = key.split(".")
+        old = getattr(estimate.recipe, section)
+        other = replace(estimate.recipe, **{section: replace(old, **{name: value})})
+        seconds = whole - total_seconds(estimate_of(other))
+        text = f"{key} {json.dumps(getattr(old, name))} -> {json.dumps(value)}"
+        saved.append((seconds, f"shorter by {readable_time(seconds)} ({seconds / whole:.0%}): {text}"))
+    saved.sort(key=lambda one: -one[0])
+    return [text for seconds, text in saved if seconds >= LEAST_SHARE * whole][:MOST_LINES]
+
+
+def _changes(estimate: Estimate) -> list[tuple[str, Any]]:
+    """Return keys of the recipe, each with a value that asks for less: half, the least, or none of it."""
+    recipe, samples, prompts = estimate.recipe, estimate.samples // 2, max(estimate.prompts.values())
+    answers, epochs, spec = recipe.answers, recipe.train.epochs, recipe.evaluate
+    changes = [
+        (samples > recipe.data.heldout, "data.limit", samples),
+        (answers.regenerate and answers.max_new_tokens >= 4, "answers.max_new_tokens", answers.max_new_tokens // 2),
+        (recipe.features.source == "online" and epochs > 1, "features.source", "store"),
+        (epochs > 1, "train.epochs", epochs // 2),
+        (spec.repeats > 1, "evaluate.repeats", 1),
+        (prompts > _FEW_PROMPTS, "evaluate.per_slice", max(_FEW_PROMPTS, prompts // 4)),
+        (spec.max_new_tokens >= 4, "evaluate.max_new_tokens", spec.max_new_tokens // 2),
+        (len(spec.temperatures) > 1, "evaluate.temperatures", spec.temperatures[:1]),
+        (len(spec.plan_batches) > 1, "evaluate.plan_batches", [spec.batch]),
+        (spec.lossless and recipe.target.dtype != "float32", "evaluate.dtype", "float32"),
+        (spec.generate, "evaluate.generate", False),
+    ]
+    return [(key, value) for applies, key, value in changes if applies]

@@ -1,23 +1,41 @@
-"""Plans of a recipe and of its variants on one device, which is of the table, or this machine, measured once."""
+"""`draftsmith plan`: plans of a recipe and of its variants, from the target's config and what is at hand.
 
-from collections.abc import Mapping
+    draftsmith plan --recipe R                         # for this machine, whose rates are measured once
+    draftsmith plan --recipe R --device h100 --gpus 8
+
+No weights are loaded.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.data.conversations.load import Conversation, load_conversations, local_files
+from draftsmith.data.conversations.masks import tokenize_all
+from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
+from draftsmith.data.embedded import SHIPPED, ensure_embedded
+from draftsmith.data.features.store import DTYPES
+from draftsmith.errors import UserError, one_line
 from draftsmith.estimate.counting import HeadCost
-from draftsmith.estimate.estimate import (
-    assume,
-    check_template,
-    count_prompts,
-    lengths_at_hand,
-    local_conversations,
-    make_estimate,
-    read_target,
-)
-from draftsmith.estimate.figures import Device, Estimate, PlannedTarget
+from draftsmith.estimate.figures import Assumptions, Device, Estimate, PlannedTarget
 from draftsmith.estimate.rates import measure_device
+from draftsmith.eval.training.history import read_stage
+from draftsmith.heads.base import draft_vocab_size_of
+from draftsmith.heads.formats.layout import find_layout
+from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.recipe.schema import Recipe
+from draftsmith.target.config import check_causal, check_quantization, read_model_config
+from draftsmith.target.pretrained import load_config
+from draftsmith.target.shape import TargetShape, shape_of
+
+UNCOUNTED = {"": 100}
+"""The prompts that a plan counts with where they are not at hand."""
+_SAMPLED = 200
+"""Conversations whose prompts are measured."""
 
 
 @dataclass(frozen=True)
@@ -39,17 +57,24 @@ class Estimator:
         Raises UserError for a recipe that cannot be planned, before anything is measured, and for assumptions about GPUs where this
         machine is measured.
         """
-        check_template(recipe)
-        target, conversations = read_target(recipe), local_conversations(recipe)
-        samples = recipe.data.limit if conversations is None else len(conversations)
+        data = recipe.data
+        # A plan could do without the template, but a run cannot.
+        if data.chat_template is not None and not os.path.isfile(os.path.expanduser(data.chat_template)):
+            raise UserError(
+                f"data.chat_template is {one_line(data.chat_template)}, but there is no such file: check the path."
+            )
+        target, sources, conversations = read_target(recipe), _local(recipe, "data.sources", data.sources), None
+        if sources is not None:
+            conversations = load_conversations(sources, split=data.split, slice=data.slice, limit=data.limit)
+        samples = data.limit if conversations is None else len(conversations)
         if samples is None:
             raise UserError(
                 "data.limit is null and the data are not local files, so nobody knows how many conversations there are: add "
                 "--data.limit N."
             )
-        if recipe.data.heldout >= samples:
+        if data.heldout >= samples:
             raise UserError(
-                f"data.heldout is {recipe.data.heldout} but there are only {samples} conversations: lower it or add data."
+                f"data.heldout is {data.heldout} but there are only {samples} conversations: lower it or add data."
             )
         if not {"prompt", "answer"} <= asked.keys():
             asked = lengths_at_hand(recipe, target.shape, conversations) | {**asked}
@@ -73,3 +98,128 @@ class Estimator:
         samples, most = min(self.samples, recipe.data.limit or self.samples), recipe.evaluate.per_slice
         prompts = {name: min(count, most or count) for name, count in self.prompts.items()}
         return make_estimate(recipe, self.target.shape, samples, given, prompts, self.head)
+
+
+def make_estimate(
+    recipe: Recipe,
+    target: TargetShape,
+    samples: int,
+    given: Assumptions,
+    prompts: Mapping[str, int] = UNCOUNTED,
+    head: HeadCost | None = None,
+) -> Estimate:
+    """Return the plan of a recipe. prompts: of the evaluation, by slice. head: its costs, if they are known. Raises UserError for
+    lengths and options that do not fit it."""
+    longest = _longest(recipe, target)
+    if given.prompt + given.answer > longest:
+        raise UserError(
+            f"{given.prompt} prompt and {given.answer} answer tokens do not fit the {longest} that data.max_length, "
+            "train.row_tokens and the target allow: give other --prompt-tokens and --answer-tokens."
+        )
+    if (size := draft_vocab_size_of(recipe.head)) is not None and size > target.vocab:
+        raise UserError(
+            f"head.draft_vocab_size is {size}, but the target has {target.vocab} tokens: choose a smaller one, or null."
+        )
+    if recipe.export.layout is not None:
+        find_layout(recipe.export.layout, recipe.method)
+    head = head or HeadCost(recipe.method, recipe.head, target, recipe.target.path)
+    return Estimate(recipe, target, head, samples, given, prompts)
+
+
+def assume(recipe: Recipe, target: TargetShape, device: Device) -> Assumptions:
+    """Assume answers of half of answers.max_new_tokens after prompts of a quarter of data.max_length, at 40% of the peak."""
+    longest = _longest(recipe, target)
+    answer = min(recipe.answers.max_new_tokens // 2, longest // 2)
+    return Assumptions(device, 1, 0.4, longest // 4, answer)
+
+
+def _longest(recipe: Recipe, target: TargetShape) -> int:
+    return min(recipe.data.max_length, recipe.train.row_tokens, target.context)
+
+
+def read_target(recipe: Recipe) -> PlannedTarget:
+    """Return what the config of the recipe's target says."""
+    spec, path = recipe.target, _at_hand(recipe)
+    refuse_head(path)
+    if Path(path).is_dir() and not spec.trust_remote_code:
+        read_model_config(Path(path), "the target")
+    config = load_config(path, spec.trust_remote_code)
+    check_causal(spec.path, config, spec.trust_remote_code)
+    check_quantization(spec.path, config)
+    named = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    dtype = named if spec.dtype == "auto" else spec.dtype
+    return PlannedTarget(config, shape_of(config, DTYPES[dtype].itemsize if dtype in DTYPES else 2), dtype)
+
+
+def _at_hand(recipe: Recipe) -> str:
+    """Return the path of the recipe's target, that of the embedded default by its name."""
+    return str(SHIPPED) if recipe.target.path == "embedded" else recipe.target.path
+
+
+def lengths_at_hand(
+    recipe: Recipe, target: TargetShape, conversations: Sequence[Conversation] | None
+) -> dict[str, int]:
+    """Return the mean tokens of the first prompts, as far as they fit beside an answer, and of the answers, by the names of Assumptions:
+    those in the data where the target does not answer, else those of the run where it has. What is not known is left out."""
+    spec, longest, found = recipe.data, _longest(recipe, target), dict[str, int]()
+    if (answer := _answer_tokens(recipe)) is not None:
+        found["answer"] = min(answer, longest - longest // 4)
+    if conversations is None:
+        return found
+    try:
+        tokenizer = load_tokenizer(_at_hand(recipe), recipe.target.trust_remote_code, spec.chat_template)
+        if recipe.answers.regenerate:
+            prompts = prepare_prompts(
+                tokenizer,
+                conversations[:_SAMPLED],
+                max_new_tokens=lambda slice_name: recipe.answers.max_new_tokens,
+                max_length=longest,
+                template=spec.template,
+                warn=lambda text: None,
+            )
+            least = found.get("answer", min(recipe.answers.max_new_tokens // 2, longest // 2))
+            return found | {"prompt": min(round(mean(len(prompt.ids) for prompt in prompts)), longest - least)}
+        samples = tokenize_all(
+            tokenizer,
+            conversations[:_SAMPLED],
+            max_length=longest,
+            on_too_long=spec.on_too_long,
+            template_kwargs=spec.template,
+            warn=lambda text: None,
+        ).samples
+    except UserError:  # which the run will say; a plan needs the config alone
+        return found
+    answer = max(1, round(mean(int(sample.mask.sum()) for sample in samples)))
+    return {"answer": answer, "prompt": max(1, round(mean(len(sample.ids) for sample in samples)) - answer)}
+
+
+def _answer_tokens(recipe: Recipe) -> int | None:
+    """Return the mean tokens of the answers that the run holds, None where it holds none by this target and of this length."""
+    path = recipe.data_path / "run.json"
+    if not recipe.answers.regenerate or not path.exists():
+        return None
+    inputs, facts = read_stage(path, "answers")
+    count, tokens = facts.get("answers"), facts.get("output_tokens")
+    alike = inputs.get("answers.max_new_tokens") == recipe.answers.max_new_tokens
+    return max(1, round(tokens / count)) if alike and type(count) is type(tokens) is int and count > 0 else None
+
+
+def count_prompts(recipe: Recipe) -> Mapping[str, int]:
+    """Return how many prompts of each slice the evaluation takes; UNCOUNTED where they are not local files."""
+    spec, sources = recipe.evaluate, _local(recipe, "evaluate.prompts", recipe.evaluate.prompts)
+    if sources is None:
+        return UNCOUNTED
+    found = Counter(conversation.slice for conversation in load_conversations(sources))
+    return {name: min(count, spec.per_slice or count) for name, count in found.items()}
+
+
+def _local(recipe: Recipe, key: str, named: Sequence[str]) -> list[str] | None:
+    """Return the files that a recipe names under `key`, or the embedded default's; None where some are data sets of the Hub. Raises
+    UserError for a file that is not there, and where none is named."""
+    if not named and recipe.target.path == "embedded":
+        embedded = ensure_embedded()
+        return [str(embedded.conversations if key == "data.sources" else embedded.prompts)]
+    try:
+        return None if None in [local_files(one) for one in named] or not named else [*named]
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from error

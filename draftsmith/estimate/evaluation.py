@@ -121,8 +121,7 @@ class EvaluationEstimate:
     def _decoding(self, ways: list[Way]) -> float:
         """The target alone and every way, in every repeat, and `generate` on a few prompts of each slice."""
         spec = self.spec
-        per_token = sum(self._token(way, spec.batch) for way in (None, *ways))
-        once = self.tokens() * per_token + (1 + len(ways)) * self._prefill
+        once = sum(self.tokens() * self._token(way, spec.batch) + self._prefill for way in (None, *ways))
         generate = spec.generate and spec.batch == 1
         return spec.repeats * (once + generate * self.tokens(FEW) * self._token(None, 1))
 
@@ -130,8 +129,8 @@ class EvaluationEstimate:
         """Greedy texts of the target alone and of every way, one prompt at a time in float32, where the timed ones are not exact."""
         if not self.spec.lossless or 0 not in self.spec.temperatures or self._itemsize == 4:
             return 0.0
-        ways = [way for way in self.ways if way.greedy]
-        return sum(self.tokens() * self._token(way, 1, 4) + self._prefill for way in (None, *ways))
+        ways = (None, *(way for way in self.ways if way.greedy))
+        return sum(self.tokens() * self._token(way, 1, 4) + self._prefill for way in ways)
 
     def _simulation(self, ways: list[Way], repeats: int) -> float:
         """A pass over every distinct text of every way that can be simulated."""
@@ -139,12 +138,10 @@ class EvaluationEstimate:
 
     def _picks(self, ways: list[Way]) -> float:
         """The target alone answers in large batches and every way is simulated; then the lengths take their turns."""
-        spec, batch = self.spec, min(SIMULATED_BATCH, self.count)
-        chosen = (
-            self.tokens() * self._token(None, batch) + self._prefill + sum(w.simulated for w in ways) * self._teacher
-        )
-        chain = Way(1 + spec.num_speculative_tokens)
-        return chosen + spec.repeats * _PICKS * self.tokens(FEW) * self._token(chain, spec.batch)
+        spec, chain = self.spec, Way(1 + self.spec.num_speculative_tokens)
+        answers = self.tokens() * self._token(None, min(SIMULATED_BATCH, self.count)) + self._prefill
+        picks = spec.repeats * _PICKS * self.tokens(FEW) * self._token(chain, spec.batch)
+        return answers + self._simulation(ways, 1) + picks
 
     def _costs(self, ways: list[Way]) -> float:
         """Passes of every size that a way may need, at the recipe's batch."""

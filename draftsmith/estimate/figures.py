@@ -38,9 +38,8 @@ class Rates:
 
     def of_pass(self, tokens: float) -> float:
         """Return the FLOP/s of a pass that reads so many tokens: a straight line over their logarithm between those measured."""
-        return float(
-            np.interp(math.log(tokens), [math.log(n) for n, _ in self.passes], [rate for _, rate in self.passes])
-        )
+        sizes, rates = zip(*self.passes, strict=True)
+        return float(np.interp(math.log(tokens), np.log(sizes), rates))
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,8 @@ def device_here(device: str) -> Device:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan assumes about hardware and texts. gpus: training uses them all; answers, hidden states and the evaluation use one. utilisation: share of the peak FLOP/s that training and prefill reach, of a device that was not measured.
-    prompt, answer: mean tokens per conversation."""
+    """What a plan assumes about hardware and texts. gpus: of training; other stages use one. utilisation: share of the peak FLOP/s
+    that training and prefill reach, of a device that was not measured. prompt, answer: mean tokens per conversation."""
 
     device: Device
     gpus: int
@@ -128,11 +127,8 @@ class Estimate:
         return self.samples * (self.given.prompt + self.given.answer)
 
     def pass_seconds(self, texts: float, tokens: float, context: float, itemsize: int | None = None) -> float:
-        """Seconds of a decoding pass that reads so many tokens of each of `texts` texts, behind `context` tokens.
-
-        As measured; else bound by FLOPs or by memory, of which it reads the weights (of experts only those visited) and the
-        texts' keys and values. itemsize: bytes per number where these are not the target's, which decide what memory bounds.
-        """
+        """Seconds of a decoding pass that reads so many tokens of each of `texts` texts, behind `context` tokens: as measured; else
+        bound by FLOPs or by reading weights, keys and values. itemsize: bytes per number where these are not the target's."""
         device, target = self.given.device, self.target
         size = 1.0 if itemsize is None else itemsize / target.itemsize
         flops = texts * tokens * target.step_flops(context)
@@ -159,10 +155,8 @@ class Estimate:
         chunk = min(self.samples, spec.batch * BATCHES_PER_CHUNK)
         passes = max(0.0, chunk / spec.batch - 1) * given.answer + spec.max_new_tokens
         rows = max(1.0, min(spec.batch, chunk * given.answer / passes))
-        step = self.pass_seconds(rows, 1, self.context)
-        return (
-            self.seconds(self.samples * self.target.forward_flops(given.prompt)) + self.samples / chunk * passes * step
-        )
+        prefill = self.seconds(self.samples * self.target.forward_flops(given.prompt))
+        return prefill + self.samples / chunk * passes * self.pass_seconds(rows, 1, self.context)
 
     @property
     def answer_flops(self) -> float:
@@ -197,10 +191,8 @@ class Estimate:
     @property
     def feature_bytes(self) -> float:
         """Memory of extraction: the weights, and the states of a chunk of passes."""
-        return (
-            self.target.weight_bytes
-            + CHUNK_BATCHES * self.recipe.features.batch_tokens * self.store_bytes / self.tokens
-        )
+        states = CHUNK_BATCHES * self.recipe.features.batch_tokens * self.store_bytes / self.tokens
+        return self.target.weight_bytes + states
 
     @property
     def text(self) -> TextCost:
@@ -256,14 +248,9 @@ class Estimate:
 
     @property
     def train_file_bytes(self) -> float:
-        """Bytes on disk of training: the best head, and the last checkpoint with its optimizer state."""
-        return 4 * self.head.parameters + self._state_bytes
-
-    @property
-    def _state_bytes(self) -> float:
-        """Bytes of weights and optimizer state: of all parameters in fp32, two moments with AdamW and one with Muon."""
-        inner = 4 if self.recipe.train.optimizer == "muon" else 8
-        return 12 * self.head.parameters - (8 - inner) * self.head.matrices
+        """Bytes on disk of training: the best head, which takes as much as the gradients, and the last checkpoint with its optimizer
+        state. No copies in bf16 are kept."""
+        return parameter_bytes(self.head, self.recipe.train.optimizer, 1) - 2 * self.head.parameters
 
     @property
     def export_bytes(self) -> float:
@@ -311,6 +298,4 @@ def parameter_bytes(cost: HeadCost, optimizer: str, gpus: int) -> float:
     Per parameter: fp32 weight 4, gradient 4, AdamW's two moments 8 (Muon's one 4, for the matrices inside the head),
     autocast's bf16 copy 2; with several processes DDP's gradient buckets, 4 more.
     """
-    inner = 4 if optimizer == "muon" else 8
-    shared = 4 + 4 + 2 + (4 if gpus > 1 else 0)
-    return cost.parameters * (shared + 8) - cost.matrices * (8 - inner)
+    return cost.parameters * (22 if gpus > 1 else 18) - cost.matrices * (4 if optimizer == "muon" else 0)

@@ -37,7 +37,7 @@ from draftsmith.progress import Bar
 from draftsmith.recipe.schema import Recipe
 from draftsmith.target.config import attention_of
 from draftsmith.target.kernels import pack_linears
-from draftsmith.target.shape import TargetShape, shape_of_model
+from draftsmith.target.shape import TargetShape, shape_of
 from draftsmith.target.target import Target
 from draftsmith.train.parallel import autocast_of
 
@@ -55,7 +55,7 @@ def measure_device(recipe: Recipe, planned: PlannedTarget, estimate: Estimate) -
     given = estimate.given
     watch = ClockWatch()
     with Bar(total=6, desc="measuring this machine", unit="step") as bar:
-        bench = _Bench.make(recipe, planned, given, estimate.head.aux_layers)
+        bench = _Bench.make(recipe, planned, estimate)
         bar.update()
         forward = bench.extraction()
         bar.update()
@@ -83,20 +83,21 @@ class _Bench:
     given: Assumptions
 
     @classmethod
-    def make(cls, recipe: Recipe, planned: PlannedTarget, given: Assumptions, aux: int) -> "_Bench":
-        """Make the target, or some of its layers, and the head, which reads `aux` of them."""
+    def make(cls, recipe: Recipe, planned: PlannedTarget, estimate: Estimate) -> "_Bench":
+        """Make the target, or some of its layers, and the head."""
+        aux, given, own = estimate.head.aux_layers, estimate.given, planned.shape
         target = _make_target(recipe, planned, given.device, fewest=max(2, aux))
-        options, own = recipe.head, shape_of_model(target.model, planned.shape.itemsize)
-        whole = own.layers == planned.shape.layers
-        if not whole and hasattr(options, "layer_ids"):
-            options = replace(options, layer_ids=list(range(aux)))
+        options, whole = recipe.head, target.num_layers == own.layers
+        if not whole:
+            own = shape_of(target.model.config, own.itemsize)
+            options = replace(options, layer_ids=list(range(aux))) if hasattr(options, "layer_ids") else options
         started = any(getattr(options, key, None) for key in getattr(options, "MODELS", ()))
         head = cost = None
         if not started and (whole or not getattr(options, "layers_from_target", None)):
             size = draft_vocab_size_of(options)
             vocab = None if size is None or size >= own.vocab else torch.arange(size)
             head = find_method(recipe.method).build(options, target, vocab).to(target.device).train()
-            cost = HeadCost(recipe.method, options, own, recipe.target.path)
+            cost = estimate.head if whole else HeadCost(recipe.method, options, own, recipe.target.path)
         return cls(recipe, target, own, head, cost, given)
 
     @property

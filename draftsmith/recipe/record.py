@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.eval.planner.settings import NAMES
+from draftsmith.eval.planner.decision import NAMES
 from draftsmith.fields import shown
 from draftsmith.heads.export.tuned import FOLDERS
 from draftsmith.heads.formats.layout import layouts

@@ -20,11 +20,10 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.clocks.cost_table import CostTable
 from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.clocks.turns import Repeats, Turns, run_systems
-from draftsmith.eval.drafters.generate_baseline import plain
+from draftsmith.eval.drafters.baselines import plain
 from draftsmith.eval.drafters.system import SystemUnderTest, simulate_systems
-from draftsmith.eval.measure.lossless import compare_texts
-from draftsmith.eval.measure.measure import Fields, Text, Texts, collect_texts, measure_change, measure_pick, summarize
-from draftsmith.eval.measure.quality import judge_answer
+from draftsmith.eval.measure.measure import measure_pick, summarize
+from draftsmith.eval.measure.texts import Originals, Text, Texts, collect_texts, compare_texts, distinct, judge_answer
 from draftsmith.eval.planner.choice import Candidate, choose_lengths
 from draftsmith.eval.results.conditions import Thinking
 from draftsmith.eval.results.result import (
@@ -96,8 +95,9 @@ def decode_drafters(
         chosen = choose_lengths(target, systems, prompts.repeat(0), sampling, table, journal, **how)
     turns = _decode_in_turns(evaluation, systems, chosen, sampling, journal)
     drafters, off_text, examples = {}, {}, list[Example]()
+    originals = Originals(target, distinct(turns.by_name[""], sampling), evaluation.judge)
     for c in systems:
-        texts = collect_texts(target, c, turns.by_name, sampling, evaluation.judge)
+        texts = collect_texts(target, c, turns.by_name, sampling, originals)
         if sampling.greedy:
             texts = _with_equality(evaluation, c, texts, turns.by_name[""], sampling, (exact or {}).get(c.name, {}))
         drafters[c.name] = summarize(c, texts, turns, costs, evaluation.thinking)
@@ -206,12 +206,10 @@ def simulate_drafters(evaluation: Evaluation, sampling: Sampling, journal: Journ
         else:
             by_verifier.setdefault(c.verified_by(target), []).append(c)
     answers = {own: answer_alone(own, requests, sampling, journal) for own in by_verifier}
-    texts: dict[str, Texts] = {}
+    originals, texts = Originals(target, answers[target], evaluation.judge), dict[str, Texts]()
     for own, systems in by_verifier.items():
         for c, simulation in zip(systems, simulate_systems(own, systems, answers[own], sampling), strict=True):
-            changed: Fields = {}
-            if c.verifier is not None:
-                changed = measure_change(target, c, answers[own], answers[target], evaluation.judge)
+            changed = {} if c.verifier is None else originals.changed_by(c, answers[own])
             pairs = zip(answers[own], simulation.tallies, strict=True)
             texts[c.name] = Texts([Text(g, None, tallies) for g, tallies in pairs], simulation.off_text, changed)
     simulated = [c for c in evaluation.drafters if c.name in texts]

@@ -13,9 +13,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.clocks.costs import measure_table
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.planner.checks import QUIET
-from draftsmith.eval.planner.decision import Decision, Export, doubts_of, make_decision, write_decision
-from draftsmith.eval.planner.settings import write_settings
+from draftsmith.eval.planner.decision import Decision, Export, doubts_of, make_decision, write_decision, write_settings
+from draftsmith.eval.planner.verdict import QUIET
 from draftsmith.eval.results.result import Result, TargetInfo
 from draftsmith.eval.training.history import History
 from draftsmith.heads.formats.engines import Again

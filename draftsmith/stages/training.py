@@ -36,7 +36,7 @@ from draftsmith.stages.session import Session, main_process_first
 from draftsmith.storage import fingerprint
 from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.gguf_file import model_folder
-from draftsmith.target.shape import shape_of_model
+from draftsmith.target.shape import shape_of
 from draftsmith.train import loop
 from draftsmith.train.checkpoints import window_of
 from draftsmith.train.meeting import meeting
@@ -265,7 +265,7 @@ def _check_size(session: Session) -> None:
     counted."""
     recipe, target = session.recipe, session.target
     try:
-        cost = HeadCost(recipe.method, recipe.head, shape_of_model(target.model, target.dtype.itemsize), target.path)
+        cost = HeadCost(recipe.method, recipe.head, shape_of(target.model.config, target.dtype.itemsize), target.path)
     except UserError:
         return  # building it, which comes next, says what is wrong, unless only the shapes were too little for it
     needed, there = 0 if cost.guessed else 4 * cost.parameters, memory_of(session.device)

@@ -24,9 +24,18 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import PUBLISHED, read_origin, save_tree
 from draftsmith.errors import UserError
 from draftsmith.eval.simulate.texts import to_sample
-from draftsmith.eval.tree_search.budget import Budget, TreeCosts, fastest, measure_tree_costs, sizes_up_to
-from draftsmith.eval.tree_search.ranks import TextRanks, read_ranks
-from draftsmith.eval.tree_search.search import FoundTree, find_trees, measure_tree
+from draftsmith.eval.tree_search.search import (
+    Budget,
+    FoundTree,
+    TextRanks,
+    TreeCosts,
+    fastest,
+    find_trees,
+    measure_tree,
+    measure_tree_costs,
+    read_ranks,
+    sizes_up_to,
+)
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.registry import find_method
 from draftsmith.machine import environment

@@ -3,6 +3,7 @@
 Symbols: n layers, H hidden, N query heads, G key/value heads, D head size, V vocab, L tokens of a text.
 """
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.foreign.code import foreign_code
+from draftsmith.target.config import attention_of
 from draftsmith.target.target import context_of
 
 
@@ -19,7 +21,7 @@ class TargetShape:
 
     parameters: all of them. lookup: those that are only looked up (an input embedding that is not the output
     projection too). experts: those inside experts, of which a token uses the share expert_share. windows: per layer,
-    the most tokens that a token attends to, None without a limit. itemsize: bytes per weight. config: of transformers.
+    the most tokens that a token attends to, None without a limit. itemsize: bytes per weight. model: of shapes alone.
     """
 
     layers: int
@@ -35,7 +37,7 @@ class TargetShape:
     windows: tuple[int | None, ...]
     context: int
     itemsize: int
-    config: Any = field(compare=False, repr=False)
+    model: Any = field(compare=False, repr=False)
 
     @property
     def tied(self) -> bool:
@@ -84,13 +86,10 @@ class TargetShape:
 
 def shape_of(config: Any, itemsize: int) -> TargetShape:
     """Read the dimensions of a transformers config; parameters are counted on a model without memory (meta device)."""
+    dtype, attention = torch.float32 if itemsize == 4 else torch.bfloat16, attention_of(config, "sdpa")
     with foreign_code("No model can be built from the target's config", "check its path"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return shape_of_model(model, itemsize)
-
-
-def shape_of_model(model: Any, itemsize: int) -> TargetShape:
-    """Read the dimensions of a transformers model, whose weights may be anywhere."""
+        # Of a copy, as the attention is noted in it.
+        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, attn_implementation=attention)
     text = model.config.get_text_config(decoder=True)
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     output, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
@@ -113,5 +112,5 @@ def shape_of_model(model: Any, itemsize: int) -> TargetShape:
         windows=tuple(window if kind in ("sliding_attention", "any") else None for kind in types),
         context=context_of(text) or 1 << 20,
         itemsize=itemsize,
-        config=model.config,
+        model=model,
     )

@@ -5,7 +5,7 @@ served (`draftsmith costs`) decides together with acceptance that was measured e
 running servers (`draftsmith costs --server`) only whole rounds can be timed.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from itertools import permutations, product
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.results.result import TargetInfo
+from draftsmith.eval.results.result import Result, TargetInfo
 from draftsmith.foreign.records import read_current
 from draftsmith.foreign.text import read_json
 from draftsmith.machine import Hardware
@@ -66,16 +66,6 @@ class CostPoint:
         """Return what proposing takes, between measured lengths by straight lines."""
         return between(self.draft_ms[drafter], k)
 
-    def whole(self, drafter: str, k: int) -> float | None:
-        """Return a whole round, between measured lengths by straight lines; None outside them."""
-        lengths = sorted(map(int, self.round_ms[drafter]))
-        return between(self.round_ms[drafter], k) if lengths[0] <= k <= lengths[-1] else None
-
-    @property
-    def largest(self) -> int:
-        """The most tokens of a measured pass."""
-        return max(map(int, self.verify_ms))
-
     @property
     def total_ms(self) -> float:
         """All costs together, to compare with those of another measurement of the same place."""
@@ -90,7 +80,7 @@ def between(costs: dict[str, float], size: int) -> float:
 
 
 @dataclass(frozen=True)
-class Served:
+class TimedServer:
     """A running server that costs were measured from. engine: with its version. model: the name that it serves the target by.
     num_speculative_tokens: that it drafts in every round, 0 for the target alone."""
 
@@ -130,7 +120,7 @@ class CostTable:
     command: str
     commit: str | None
     date: str
-    servers: tuple[Served, ...] = ()
+    servers: tuple[TimedServer, ...] = ()
     too_large: tuple[tuple[int, int], ...] = ()
     drafts: dict[str, DraftInfo] = field(default_factory=dict)
     schema_version: int = 4
@@ -279,18 +269,10 @@ def write_cost_table(path: Path, table: CostTable) -> None:
     write_json(path, {"schema_version": values.pop("schema_version"), **values})
 
 
-def check_drafts(table: CostTable, source: str, drafts: Mapping[str, DraftInfo | None]) -> None:
-    """Raise UserError where a table is of another drafter than a result under the same name."""
-    for name, timed in table.drafts.items():
-        if (draft := drafts.get(name)) is not None and (apart := timed.unlike(draft)):
-            raise UserError(
-                f"{source} holds the costs of another {name} than the result's: it has {apart}. Measure the costs with the head of "
-                "the result (`draftsmith costs`, with its recipe), or evaluate the other head."
-            )
-
-
-def check_fits(table: CostTable, source: str, target: TargetInfo, dtype: str, drafters: Collection[str]) -> None:
-    """Raise UserError where a table is of another target or dtype than a result, or knows none of its drafters."""
+def check_fits(table: CostTable, source: str, result: Result) -> None:
+    """Raise UserError where a table is of another target or dtype than a result, knows none of its drafters, or another one under
+    the same name."""
+    target, dtype, drafters = result.target, result.settings.dtype, result.drafters
     if table.target.fingerprint != target.fingerprint:
         raise UserError(
             f"{source} holds the costs of another target ({table.target.path}, {table.target.fingerprint}) than the result "
@@ -306,3 +288,10 @@ def check_fits(table: CostTable, source: str, target: TargetInfo, dtype: str, dr
             f"{source} holds the costs of {', '.join(table.drafters) or 'no drafter'}, but the result is of "
             f"{', '.join(drafters)}: measure the costs with the same evaluate.drafts."
         )
+    for name, timed in table.drafts.items():
+        draft = drafters[name].draft if name in drafters else None
+        if draft is not None and (apart := timed.unlike(draft)):
+            raise UserError(
+                f"{source} holds the costs of another {name} than the result's: it has {apart}. Measure the costs with the head of "
+                "the result (`draftsmith costs`, with its recipe), or evaluate the other head."
+            )

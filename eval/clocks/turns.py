@@ -13,7 +13,7 @@ import torch
 from draftsmith.decoder.answers import Decoded, Request
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.eval.drafters.generate_baseline import GenerateSystem
+from draftsmith.eval.drafters.baselines import GenerateSystem
 from draftsmith.eval.drafters.system import SystemUnderTest, Way
 from draftsmith.eval.simulate.answers import pack_decoded, unpack_decoded
 from draftsmith.foreign.records import Journal
@@ -29,6 +29,8 @@ _WAITING = 3
 _System = SystemUnderTest | GenerateSystem
 _Way = Way | GenerateSystem
 
+_Turn = tuple[dict[str, Decoded], Clocks]
+"""What all systems made of one group, by name."""
 Repeats = list[list[Decoded]]
 """What one system decoded: of each repeat its groups of requests, slice by slice."""
 
@@ -79,23 +81,18 @@ def run_systems(
                         _warm_up(ways, requests_by_repeat[0][0], sampling)
                         warm = True
                     turn = _take(taking, group, sampling, batch)
-                    journal.add(name, _pack_turn(turn))
+                    packed = {system: pack_decoded(one) for system, one in turn[0].items()}
+                    journal.add(name, {"by_name": packed, "clocks": asdict(turn[1])})
                     bar.update(len(group))
+                by_name, clock = turn
                 for way in taking:
-                    decoded[way][repeat].append(turn.by_name[way])
-                clocks.append(turn.clocks)
+                    decoded[way][repeat].append(by_name[way])
+                clocks.append(clock)
     return Turns(decoded, Clocks.together(clocks))
 
 
-@dataclass(frozen=True)
-class _Turn:
-    """What all systems made of one group."""
-
-    by_name: dict[str, Decoded]
-    clocks: Clocks
-
-
 def _take(ways: dict[str, _Way], group: list[Request], sampling: Sampling, batch: int) -> _Turn:
+    """Decode a group every way."""
     watch, by_name = ClockWatch(), {}
     for name, way in ways.items():
         device = way.target.device
@@ -103,7 +100,7 @@ def _take(ways: dict[str, _Way], group: list[Request], sampling: Sampling, batch
             torch.cuda.reset_peak_memory_stats(device)
         decoded = way.decode(group, sampling, batch)
         by_name[name] = replace(decoded, peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None)
-    return _Turn(by_name, watch.read())
+    return by_name, watch.read()
 
 
 def _warm_up(ways: dict[str, _Way], request: Request, sampling: Sampling) -> None:
@@ -121,17 +118,9 @@ def _groups(requests: Sequence[Request], size: int) -> list[list[Request]]:
     return [group[i : i + size] for group in by_slice.values() for i in range(0, len(group), size)]
 
 
-def _pack_turn(turn: _Turn) -> dict[str, Any]:
-    """Return a turn as JSON; the requests are known."""
-    return {
-        "by_name": {name: pack_decoded(decoded) for name, decoded in turn.by_name.items()},
-        "clocks": asdict(turn.clocks),
-    }
-
-
 def _kept(value: Any, group: Sequence[Request], ways: dict[str, _Way]) -> _Turn | None:
     """Return the turn that a journal holds, None where it holds none or not every system's."""
     if value is None or not ways.keys() <= value["by_name"].keys():
         return None
     kept = {name: unpack_decoded(decoded, group) for name, decoded in value["by_name"].items()}
-    return _Turn(kept, Clocks(**value["clocks"]))
+    return kept, Clocks(**value["clocks"])

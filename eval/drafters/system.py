@@ -34,15 +34,14 @@ Tree = StaticTree | DynamicTree
 class DraftInfo:
     """How a drafter drafts.
 
-    method: of its head, or the kind of a baseline. num_speculative_tokens: length of its chain or depth of its tree. nodes:
-    most tokens that a round adds to a target pass. tree: null for a chain. lossy: its texts do not follow the
-    target's distribution. parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a
-    target that was tuned with it verifies its drafts, so that its texts follow the distribution of that one. layer_ids: the
-    target's layers that the head reads; num_heads: of Medusa; both are what engines are told. trained_length: tokens of the
-    longest text that the head learned from, null where that is not recorded. weights: what a head's are rounded to, null for
-    as they are; weight_bytes: of its trained weights, so rounded, or of the draft model's. cache_bytes: of a token in the KV cache of
-    its own, 0 without one; cache_slots: what a row of it holds beyond its text. vocabulary: the tokens that a head drafts among, 0 for
-    all of the target's.
+    method: of its head, or the kind of a baseline. num_speculative_tokens: length of its chain or depth of its tree. nodes: most
+    tokens that a round adds to a target pass. tree: null for a chain. lossy: its texts do not follow the target's distribution.
+    parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a target that was tuned with it
+    verifies its drafts. layer_ids: the target's layers that the head reads; num_heads: of Medusa; both are what engines are told.
+    trained_length: tokens of the longest text that the head learned from, null where that is not recorded. weights: what a head's
+    are rounded to, null for as they are; weight_bytes: of these, or of the draft model's. cache_bytes: of a token in the KV cache of
+    its own, 0 without one; cache_slots: what a row of it holds beyond its text. vocabulary: the tokens that a head drafts among, 0
+    for all of the target's.
     """
 
     method: str
@@ -89,15 +88,13 @@ class Way:
 class SystemUnderTest:
     """One drafter of an evaluation.
 
-    method: what drafts, a method of heads or a baseline. make: drafter of a draft length up to max_k.
-    num_speculative_tokens: K of the decoded run. tree: None for a chain. drawn: a static tree's children are drawn from
-    the head's distribution. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance
-    cannot be computed from the text alone. fixed_length: every round drafts as many tokens as fit, so that K tells what
-    a round costs. parameters: those of the head that are trained, or of the draft model. fingerprint: of the draft
-    model. head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None
-    for the evaluation's own. threshold: a draft ends before the first token of a lower chance, by the head's confidence.
-    trained_length, weights, weight_bytes: see `DraftInfo`. shape: the name of a baseline's tree. most_nodes: tokens of its largest target pass,
-    None for the root and K.
+    method, parameters, trained_length, weights, weight_bytes: see `DraftInfo`. make: drafter of a draft length up to max_k.
+    num_speculative_tokens: K of the decoded run. tree: None for a chain. drawn: a static tree's children are drawn from the head's
+    distribution. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance cannot be computed from the
+    text alone. fixed_length: every round drafts as many tokens as fit, so that K tells what a round costs. fingerprint: of the draft
+    model. head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None for the
+    evaluation's own. threshold: a draft ends before the first token of a lower chance, by the head's confidence. shape: the name of
+    a baseline's tree. most_nodes: tokens of its largest target pass, None for the root and K.
     """
 
     name: str
@@ -149,8 +146,7 @@ class SystemUnderTest:
         """Most tokens that the target reads in a round with drafts of length `k`, the root included."""
         if self.tree is None:
             return self.most_nodes or 1 + k
-        tree = cut_tree(self.tree, k)
-        return tree.max_nodes if isinstance(tree, DynamicTree) else 1 + len(tree.choices)
+        return cut_tree(self.tree, k).max_nodes
 
     @property
     def info(self) -> DraftInfo:
@@ -158,6 +154,8 @@ class SystemUnderTest:
         drafter = self.make(self.num_speculative_tokens)
         drafter.start(1, 1)
         cache: KVCache | None = getattr(drafter, "cache", None)
+        vocab = None if self.head is None else self.head.draft_vocab
+        vocabulary = None if self.head is None else 0 if vocab is None else len(vocab)
         return DraftInfo(
             method=self.method,
             num_speculative_tokens=self.num_speculative_tokens,
@@ -173,11 +171,7 @@ class SystemUnderTest:
             weight_bytes=self.weight_bytes,
             cache_bytes=0 if cache is None else entry_bytes(cache.shapes),
             cache_slots=0 if cache is None else cache.capacity - 1,
-            vocabulary=None
-            if self.head is None
-            else 0
-            if self.head.draft_vocab is None
-            else len(self.head.draft_vocab),
+            vocabulary=vocabulary,
         )
 
 

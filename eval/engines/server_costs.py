@@ -12,7 +12,7 @@ from statistics import median
 
 import draftsmith
 from draftsmith.errors import UserError
-from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable, Served
+from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable, TimedServer
 from draftsmith.eval.engines.server import Batch, MeasuredServer
 from draftsmith.eval.results.result import TargetInfo
 from draftsmith.machine import environment
@@ -100,7 +100,7 @@ def measure_served(
         command=command,
         commit=made["commit"],
         date=made["date"],
-        servers=tuple(Served(one.url, one.engine, one.model, k) for k, one in by_length.items()),
+        servers=tuple(TimedServer(one.url, one.engine, one.model, k) for k, one in by_length.items()),
     )
     places = [(point.batch, point.context) for point in points]
     return table.settled(partial(_point, by_length, drafter, prompts, temperature), places)

@@ -2,15 +2,12 @@
 
     draftsmith compare OLD NEW
 
-The interval of a change of tau is over pairs: both results on the same resampled prompts, as a prompt that one drafter finds hard
-the other one does too. Other numbers hold no figures of single prompts: the interval of their difference is made from the intervals
-of the two, as if they were independent. Distances to the ends of both are added in squares (Zou and Donner, Statistics in Medicine
-27, 2008; for shares, whose intervals are Wilson's, Newcombe, Statistics in Medicine 17, 1998). That is too wide: what is called
-beyond noise is, a smaller change may be missed.
-The intervals are 95% over prompts, and of what is timed the range of the repeats. There is none below 10 prompts, of a single
-repeat, and of acceptance by position, which adds up to tau. Pure: results in, differences out.
-K: num_speculative_tokens. Drafters of another K are compared by their curves of simulated tau over draft lengths, which do not depend on
-the K of the decoded run; the curves hold no intervals.
+The interval of a change of tau is over pairs: both results on the same resampled prompts. That of other numbers is made from the
+intervals of the two, as if they were independent: distances to the ends of both are added in squares (Zou and Donner, Statistics in
+Medicine 27, 2008; for shares, whose intervals are Wilson's, Newcombe, Statistics in Medicine 17, 1998). That is too wide: what is
+called beyond noise is, a smaller change may be missed. Intervals are 95% over prompts, and of what is timed the range of the repeats;
+there is none below 10 prompts, of a single repeat, and of acceptance by position. Drafters of another K (num_speculative_tokens) are
+compared by their curves of simulated tau, which hold no intervals.
 """
 
 import re
@@ -29,10 +26,9 @@ BETTER, WORSE, CHANGED, NOISE, SAME = "better", "worse", "changed", "noise", "sa
 class Difference:
     """One metric on one slice.
 
-    metric: a name of result.json; acceptance_at[0] is that of the first draft position, k_sweep[3] the simulated tau of K = 3; differing and differing_timed count
-    greedy answers other than the target's, in float32 and as timed. interval: of `change`, None where one of the numbers has
-    none. verdict: whether 0 lies outside it: better, worse, or changed for the speed of the target alone; noise where it lies
-    inside, same for equal numbers, None without an interval.
+    metric: a name of result.json; acceptance_at[0] is that of the first draft position, k_sweep[3] the simulated tau of K = 3.
+    interval: of `change`, None where one of the numbers has none. verdict: whether 0 lies outside it: better, worse, or changed for
+    the speed of the target alone; noise where it lies inside, same for equal numbers, None without an interval.
     """
 
     slice: str

@@ -1,19 +1,20 @@
-"""Check result.json against thresholds, for CI after a new target or a new head.
+"""Check result.json against thresholds, for CI after a new target or a new head, and write the checks as JUnit XML.
 
     draftsmith evaluate --recipe R --fail-under tau=2.5,code.tau.low=2.4
     draftsmith report RESULT.json --fail-under "eagle3:code.tau@T0=3"
 
-A threshold is [DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER. What is left out is not narrowed down: without a
-drafter it applies to every drafter, without @T to every sampling setting; without a slice it applies to the sum over
-all slices. `.low` is the lower end of the metric's interval: 95% over prompts for tau and tau_simulated, over the repeats
-for what is timed; of a metric where less is better it is `.high`, and NUMBER is what must not be exceeded. A threshold that names nothing, that nothing measured, or that nothing could miss is refused: a gate must never
-pass because it looked at nothing. Pure: results and thresholds in, checks out.
+A threshold is [DRAFTER:][SLICE.]METRIC[.low][@T<temperature>]=NUMBER: without a drafter for every drafter, without @T for every
+sampling setting, without a slice for the sum over all. `.low` is the lower end of the metric's interval; of a metric where less is
+better it is `.high`, and NUMBER is what must not be exceeded. A threshold that names nothing, that nothing measured, or that nothing
+could miss is refused: a gate must never pass because it looked at nothing.
 """
 
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from xml.etree import ElementTree
 
 from draftsmith.errors import UserError
 from draftsmith.eval.results.metrics import FEWEST_PROMPTS, METRICS, Metric
@@ -246,3 +247,41 @@ def _instead(threshold: Threshold, measures: Measures) -> str:
     if threshold.metric.startswith("tau_simulated") and measures.tau is not None:
         return ": it was only decoded, so use tau, or name the drafters that have it"
     return ": leave the threshold out, or name the drafters and settings that have it"
+
+
+# Outside the characters of XML 1.0 (its production 2), which cannot be escaped either.
+_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+JUNIT_MARK = '<testsuites name="draftsmith"'
+"""How a text of ours is known."""
+
+
+def to_junit(checks: Sequence[ThresholdCheck]) -> str:
+    """Return the checks as JUnit XML: a suite per result, in it a case per threshold and drafter, named as a threshold is
+    written. No times, so that the same checks give the same text."""
+    root = ElementTree.Element("testsuites", _counts("draftsmith", checks))
+    for source, group in groupby(sorted(checks, key=lambda check: check.source), key=lambda check: check.source):
+        cases = list(group)
+        suite = ElementTree.SubElement(root, "testsuite", _counts(source, cases))
+        for check in cases:
+            name = {
+                "classname": _clean(check.drafter),
+                "name": _clean(f"{check.threshold.name}@T{check.temperature:g}"),
+            }
+            case = ElementTree.SubElement(suite, "testcase", name)
+            if not check.passed:
+                message = _clean(check.message)
+                ElementTree.SubElement(case, "failure", {"type": "threshold", "message": message}).text = message
+    ElementTree.indent(root)
+    return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _counts(name: str, checks: Sequence[ThresholdCheck]) -> dict[str, str]:
+    failures = sum(not check.passed for check in checks)
+    counts = {"tests": len(checks), "failures": failures, "errors": 0, "skipped": 0}
+    return {"name": _clean(name), **{key: str(value) for key, value in counts.items()}}
+
+
+def _clean(text: str) -> str:
+    """Leave out the characters that no XML file can hold."""
+    return _NOT_XML.sub("", text)

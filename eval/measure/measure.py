@@ -5,18 +5,17 @@ A number of `Measures` comes from here, or from a step of its own that returns `
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from draftsmith.decoder.answers import Decoded, Generation, Tally, tally_generation, total
+from draftsmith.decoder.answers import Decoded, Generation, Tally, total
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.clocks.turns import Repeats, Turns
-from draftsmith.eval.drafters.generate_baseline import GENERATE
+from draftsmith.eval.drafters.baselines import GENERATE
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.quality import Judge, compare_targets, judged_shares, perplexities
+from draftsmith.eval.measure.texts import Text, Texts, count_texts, distinct
 from draftsmith.eval.results.conditions import acceptance_by_condition
 from draftsmith.eval.results.metrics import bootstrap_tau, mean_tau
 from draftsmith.eval.results.result import (
@@ -32,83 +31,6 @@ from draftsmith.eval.results.result import (
 from draftsmith.target.target import Target
 
 _DECODE_PARTS = ("draft", "verify", "commit", "other")
-
-Fields = Mapping[str, Mapping[str, Any]]
-"""Fields of `Measures` per slice and as "overall"."""
-
-
-@dataclass(frozen=True)
-class Text:
-    """An answer with its decoded tally, None where it was only simulated, and its simulated tallies for K = 1, 2, ..."""
-
-    generation: Generation
-    decoded: Tally | None
-    simulated: Sequence[Tally]
-
-
-@dataclass(frozen=True)
-class Texts:
-    """The answers that acceptance is counted on; off_text: see `simulate.Acceptance`. fields: what else was measured of them."""
-
-    texts: list[Text]
-    off_text: int = 0
-    fields: Fields = field(default_factory=dict)
-
-    def with_fields(self, more: Fields) -> "Texts":
-        """Return the same with more fields."""
-        scopes = dict.fromkeys((*self.fields, *more))
-        return replace(self, fields={name: {**self.fields.get(name, {}), **more.get(name, {})} for name in scopes})
-
-
-def collect_texts(
-    target: Target,
-    system: SystemUnderTest,
-    timings: Mapping[str, Repeats],
-    sampling: Sampling,
-    judge: Judge | None = None,
-) -> Texts:
-    """Return the distinct answers of a drafter, counted and, where that is possible, simulated by the target that
-    verifies them. judge: those that do not follow the distribution of `target` are read by it as well, and judged."""
-    generations, own = _distinct(timings[system.name], sampling), system.verified_by(target)
-    texts = count_texts(own, system, generations, sampling, system.max_k)
-    if judge is None or (system.verifier is None and system.lossless):
-        return texts
-    return texts.with_fields(measure_change(target, system, generations, _distinct(timings[""], sampling), judge))
-
-
-def count_texts(
-    own: Target, system: SystemUnderTest, generations: Sequence[Generation], sampling: Sampling, max_k: int
-) -> Texts:
-    """Count a drafter's answers, and simulate them up to `max_k` where that is possible. own: the target that verifies its drafts."""
-    tallies: Sequence[Sequence[Tally]] = [()] * len(generations)
-    off_text = 0
-    if system.simulate is not None:
-        simulation = system.simulate(own, generations, sampling, max_k)
-        tallies, off_text = simulation.tallies, simulation.off_text
-    decoded = (tally_generation(generation, system.num_speculative_tokens) for generation in generations)
-    return Texts([Text(*parts) for parts in zip(generations, decoded, tallies, strict=True)], off_text)
-
-
-def measure_change(
-    target: Target,
-    system: SystemUnderTest,
-    generations: Sequence[Generation],
-    originals: Sequence[Generation],
-    judge: Judge,
-) -> Fields:
-    """Return what `target`, whose own texts are `originals`, makes of the texts of a drafter that changes them."""
-    own, theirs = perplexities(target, originals), perplexities(target, generations)
-    fields = {key: {"perplexity": theirs[key], "perplexity_baseline": own[key]} for key in own}
-    if system.verifier is not None:
-        change = compare_targets(target, system.verifier, originals)
-        fields = {key: {**fields[key], **asdict(change[key])} for key in fields}
-    judged = judged_shares(generations, originals, judge)
-    return {key: {**values, **judged.get(key, {})} for key, values in fields.items()}
-
-
-def _distinct(repeats: Repeats, sampling: Sampling) -> list[Generation]:
-    """One repeat's answers when greedy (all repeats are alike), else those of all repeats."""
-    return [g for repeat in repeats[: 1 if sampling.greedy else None] for d in repeat for g in d.generations]
 
 
 def of_slice(repeats: Repeats, slice_name: str | None) -> Repeats:
@@ -273,7 +195,7 @@ def measure_pick(
         [[d for d in r if d.generations[0].request.sample_id in among] for r in timings[name]]
         for name in (system.name, "")
     )
-    texts = count_texts(system.verified_by(target), system, _distinct(repeats, sampling), sampling, k).texts
+    texts = count_texts(system.verified_by(target), system, distinct(repeats, sampling), sampling, k).texts
     names = {t.generation.request.sample_id for t in texts}
     ratios = [speed / base for speed, base in _paired_speeds(repeats, alone)]
     tau = total((t.simulated[k - 1] for t in texts if t.simulated), k).tau

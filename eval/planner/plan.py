@@ -1,24 +1,57 @@
-"""The plan: tokens per second of every draft, slice, batch and context, from measured costs and exact acceptance.
+"""The plan: tokens per second of every draft, slice, batch and context, from measured costs and exact acceptance; and its memory.
 
 Acceptance is a property of target, head and text, so it is taken from result.json; costs are a property of the machine, so they
 are taken from a table, of this machine or of another one. Their product is what a server would reach:
 
     tokens/s = batch * tau(K) / (target pass over the draft + drafting K tokens + overhead)
 
-Of running servers a round of K tokens was timed as a whole, which then stands below the line.
-
-K: num_speculative_tokens.
+Of running servers a round of K tokens was timed as a whole, which then stands below the line. The accepted length tau counts the
+bonus token, so the target alone has tau 1 (Leviathan et al. 2023, section 3.3). K: num_speculative_tokens.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
 from draftsmith.errors import UserError
-from draftsmith.eval.clocks.cost_table import CostPoint, CostTable
+from draftsmith.eval.clocks.cost_table import CostPoint, CostTable, between
+from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.gate.gate import OVERALL
-from draftsmith.eval.planner.arithmetic import RoundCost
-from draftsmith.eval.results.result import Measures, Pick, Result
+from draftsmith.eval.results.result import DrafterResult, Measures, Pick, Result, TargetInfo
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """What a round costs, in milliseconds, or in any other unit that all four share.
+
+    alone: a token of the target alone. verify: the target's pass over a draft. draft: proposing it. overhead: everything else between
+    two rounds. Where a round was timed as a whole, verify and draft are None and overhead is all of it.
+    """
+
+    alone: float
+    verify: float | None
+    draft: float | None
+    overhead: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The whole round."""
+        return (self.verify or 0) + (self.draft or 0) + self.overhead
+
+    @property
+    def tau_needed(self) -> float:
+        """The accepted length at which the round is as fast as the target alone."""
+        return self.total / self.alone
+
+    def speedup(self, tau: float) -> float:
+        """Return decoding speed over that of the target alone."""
+        return tau / self.tau_needed
+
+    def slack(self, tau: float, speedup: float) -> float:
+        """Return how much more a round may cost for that speedup; negative where it costs too much."""
+        return tau * self.alone / speedup - self.total
+
 
 PAYS = 1.05
 """A draft pays from this speedup on: a smaller gain is hardly worth a second model to serve."""
@@ -102,11 +135,10 @@ class Plan:
     ) -> Cell | None:
         """Return what the drafts bring at one place; None where the costs were not measured, or nothing was simulated."""
         rows, length = batch or self.batch, context or self.context
-        point = self.table.at(rows, length)
-        options = () if point is None else tuple(self._options(result, slice_name, point))
-        if point is None or not options:
+        if (point := self.table.at(rows, length)) is None:
             return None
-        return Cell(result.settings.temperature, slice_name, rows, length, point.alone_ms, options)
+        options = tuple(self._options(result, slice_name, point))
+        return Cell(result.settings.temperature, slice_name, rows, length, point.alone_ms, options) if options else None
 
     @property
     def own(self) -> str:
@@ -123,19 +155,15 @@ class Plan:
         for result in self.results:
             for slice_name in self.slices:
                 for point in self.table.points:
-                    cell = self.cell(result, slice_name, point.batch, point.context)
-                    if cell is not None:
+                    if (cell := self.cell(result, slice_name, point.batch, point.context)) is not None:
                         yield cell
 
     def _options(self, result: Result, slice_name: str, point: CostPoint) -> Iterator[Option]:
         for name in self.table.drafters:
-            drafter = result.drafters.get(name)
-            if drafter is None:
+            if (drafter := result.drafters.get(name)) is None:
                 continue
             measures = drafter.overall if slice_name == OVERALL else drafter.slices.get(slice_name)
-            if measures is None:
-                continue
-            for k, tau in taus(measures, drafter.draft.num_speculative_tokens if drafter.draft else None):
+            for k, tau in taus(measures, decoded_length(drafter)) if measures else ():
                 cost = round_cost(self.table, point, name, k)
                 if cost is not None:
                     yield Option(name, k, cost, tau)
@@ -197,8 +225,7 @@ class Plan:
         drafter = result.drafters.get(option.drafter)
         if self.table.hardware != result.hardware or self.batch != result.settings.batch or drafter is None:
             return None
-        own = drafter.draft.num_speculative_tokens if drafter.draft else None
-        if own == option.num_speculative_tokens and drafter.overall.speedup is not None:
+        if decoded_length(drafter) == option.num_speculative_tokens and drafter.overall.speedup is not None:
             return drafter.overall.speedup
         return _picked(result, option)
 
@@ -226,6 +253,13 @@ class Plan:
         known = [gain for gain in timed if gain is not None]
         return (known, True) if len(known) == len(timed) else (self.speedups(option, self.batch), False)
 
+    def paying(self, option: Option) -> "Plan | None":
+        """Return the plan of the temperatures at which a draft pays, from the lowest up to the first where it does not."""
+        gains = dict(zip((r.settings.temperature for r in self.results), self.gains(option)[0], strict=True))
+        slow = min((t for t in gains if gains[t] < PAYS), default=math.inf)
+        results = tuple(r for r in self.results if r.settings.temperature < slow)
+        return Plan(results, self.table) if results else None
+
 
 def same_draft(one: Option | Pick, other: Option | Pick) -> bool:
     """Whether two are of the same drafter with the same draft length."""
@@ -235,6 +269,11 @@ def same_draft(one: Option | Pick, other: Option | Pick) -> bool:
 def _picked(result: Result, option: Option) -> float | None:
     """Return the speedup of a draft if the evaluation timed it to check its plan, else None."""
     return next((pick.speedup for pick in result.picks if same_draft(pick, option)), None)
+
+
+def decoded_length(drafter: DrafterResult) -> int | None:
+    """Return the draft length that a drafter was decoded with, None where that is not recorded."""
+    return drafter.draft.num_speculative_tokens if drafter.draft else None
 
 
 def taus(measures: Measures, decoded_k: int | None) -> list[tuple[int, float]]:
@@ -252,11 +291,12 @@ def round_cost(table: CostTable, point: CostPoint, drafter: str, k: int) -> Roun
     Steps were timed up to a largest pass and a longest draft. Whole rounds, of servers, were timed from a shortest to a longest
     draft; those between follow by straight lines.
     """
-    if point.round_ms:
-        total = point.whole(drafter, k)
-        return None if total is None else RoundCost(point.alone_ms, None, None, total)
+    if rounds := point.round_ms.get(drafter):
+        lengths = sorted(map(int, rounds))
+        measured = lengths[0] <= k <= lengths[-1]
+        return RoundCost(point.alone_ms, None, None, between(rounds, k)) if measured else None
     tokens = table.tokens(drafter, k)
-    if tokens > point.largest or k > max(map(int, point.draft_ms[drafter])):
+    if tokens > max(map(int, point.verify_ms)) or k > max(map(int, point.draft_ms[drafter])):
         return None
     return RoundCost(point.alone_ms, point.verify(tokens), point.draft(drafter, k), point.overhead_ms[drafter])
 
@@ -284,19 +324,24 @@ def by_batch(plan: Plan, chosen: Option) -> list[tuple[int, int, int]]:
     """
     table: list[tuple[int, int, int]] = []
     first = 1
-    for batch in plan.table.batches:
-        options = plan.served_with(chosen, batch)
-        if not options:
-            continue
-        best = options[0]
-        k = best.num_speculative_tokens if geometric_mean(plan.speedups(best, batch)) >= PAYS else 0
-        k = chosen.num_speculative_tokens if batch == plan.batch else k
+    for batch, k in drafted_at(plan, chosen).items():
         if table and table[-1][2] == k:
             table[-1] = (table[-1][0], batch, k)
         else:
             table.append((first, batch, k))
         first = batch + 1
     return table
+
+
+def drafted_at(plan: Plan, chosen: Option) -> dict[int, int]:
+    """Return how much a server that was started with `chosen` drafts at each batch that was measured, 0 where that does not pay."""
+    drafted = {}
+    for batch in plan.table.batches:
+        if options := plan.served_with(chosen, batch):
+            best = chosen if batch == plan.batch else options[0]
+            pays = batch == plan.batch or geometric_mean(plan.speedups(best, batch)) >= PAYS
+            drafted[batch] = best.num_speculative_tokens if pays else 0
+    return drafted
 
 
 def check_one_evaluation(results: Sequence[Result]) -> None:
@@ -307,3 +352,44 @@ def check_one_evaluation(results: Sequence[Result]) -> None:
     temperatures = [r.settings.temperature for r in results]
     if len(set(temperatures)) < len(temperatures):
         raise UserError("Two results are of the same temperature: plan for one evaluation at a time.")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes held while a batch is decoded. What passes work with (states, logits, masks) comes on top.
+
+    target, drafter: weights; a head's are those that it was trained with, as what it shares with the target is the target's.
+    target_cache: B * (L + 1) * c, a text and the token read next. draft_entries: B * N * c, which the target's cache holds for a
+    draft. draft_cache: B * (L + S) * d.
+    """
+
+    target: int
+    target_cache: int
+    draft_entries: int
+    drafter: int
+    draft_cache: int
+
+    @property
+    def alone(self) -> int:
+        """What the target takes without speculation."""
+        return self.target + self.target_cache
+
+    @property
+    def drafted(self) -> int:
+        """What both take together."""
+        return self.alone + self.draft_entries + self.drafter + self.draft_cache
+
+
+def memory_at(target: TargetInfo, draft: DraftInfo | None, batch: int, context: int) -> Memory | None:
+    """Return the memory at a batch of texts that are `context` tokens long with their answers; None where a size was not recorded."""
+    if draft is None or target.weight_bytes is None or target.cache_bytes is None:
+        return None
+    if draft.weight_bytes is None or draft.cache_bytes is None or draft.cache_slots is None:
+        return None
+    return Memory(
+        target=target.weight_bytes,
+        target_cache=batch * (context + 1) * target.cache_bytes,
+        draft_entries=batch * draft.nodes * target.cache_bytes,
+        drafter=draft.weight_bytes,
+        draft_cache=batch * (context + draft.cache_slots) * draft.cache_bytes,
+    )

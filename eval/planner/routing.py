@@ -11,7 +11,7 @@ from pathlib import Path
 
 from draftsmith.errors import UserError
 from draftsmith.eval.gate.gate import OVERALL
-from draftsmith.eval.planner.plan import PAYS, Option, Plan, break_even_tokens, by_batch
+from draftsmith.eval.planner.plan import Option, Plan, break_even_tokens, by_batch
 from draftsmith.foreign.records import read_current
 from draftsmith.foreign.text import read_json
 from draftsmith.heads.formats.engines import steps_in_words
@@ -62,11 +62,9 @@ def make_rules(plan: Plan, option: Option) -> Rules:
 
     Only the temperatures at which it pays count, from the lowest up to the first where it does not.
     """
-    gains = dict(zip((r.settings.temperature for r in plan.results), plan.gains(option)[0], strict=True))
-    paying = [t for t in gains if gains[t] >= PAYS and all(gains[low] >= PAYS for low in gains if low < t)]
-    if not paying:
+    if (paying := plan.paying(option)) is None:
         return no_rules(plan, option)
-    plan = Plan(tuple(r for r in plan.results if r.settings.temperature in paying), plan.table)
+    plan = paying
     slices = {}
     for slice_name in plan.slices[1:]:
         if drafts := plan.served_with(option, plan.batch, slice_name):
@@ -76,7 +74,7 @@ def make_rules(plan: Plan, option: Option) -> Rules:
         drafter=option.drafter,
         num_speculative_tokens=option.num_speculative_tokens,
         by_batch=tuple(by_batch(plan, option)),
-        largest_temperature=max(paying),
+        largest_temperature=max(r.settings.temperature for r in plan.results),
         smallest_max_tokens=break_even_tokens(plan, option) or 0,
         slices=slices,
         tree=plan.tree(option),

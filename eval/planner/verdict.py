@@ -1,16 +1,151 @@
-"""The verdict: switch speculation on or leave it off, with which draft length, and the figure that decides.
+"""The verdict: switch speculation on or leave it off, with which draft length, the figure that decides, and what speaks against it.
 
 It tells apart what looks alike in a table: a head that learned too little, a draft length that is wrong, costs that no head could
 earn back, and a clock that cannot be trusted. K: num_speculative_tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from draftsmith.eval.planner.checks import QUIET, Check, Flaw, find_flaws
-from draftsmith.eval.planner.plan import PAYS, Option, Plan, same_draft
+from draftsmith.eval.planner.plan import PAYS, Option, Plan, decoded_length, drafted_at, same_draft
+from draftsmith.eval.results.metrics import FEWEST_PROMPTS
+from draftsmith.eval.results.result import Result
 from draftsmith.eval.training.history import UNTAUGHT
+
+QUIET = "--redo evaluate on a quiet machine, with more evaluate.repeats"
+"""The remedy for times that cannot be trusted."""
+# From where on a clock is doubted: shares of the cores, of the target's speed, of the ideal, and of the time to a first token.
+_BUSY, _DRIFT, _IDEAL, _TTFT = 0.15, 0.15, 0.05, 0.25
+_ROUNDING = 0.02  # so much above tau a speedup may be
+_FAR = 0.1
+"""A time that is off by more says that the costs or the turns were held up."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A draft that was planned and then timed. predicted, measured: speedups on the same prompts; spread: of the repeats."""
+
+    temperature: float
+    drafter: str
+    num_speculative_tokens: int
+    predicted: float
+    measured: float
+    spread: tuple[float, float]
+
+    @property
+    def difference(self) -> float:
+        """Predicted over measured, minus 1."""
+        return self.predicted / self.measured - 1
+
+    @property
+    def holds(self) -> bool:
+        """Whether the prediction is within 5%, or within the spread of the repeats where that is wider."""
+        low, high = self.spread
+        return abs(self.difference) <= 0.05 or low <= self.predicted <= high
+
+    @property
+    def far(self) -> bool:
+        """Whether plan and clock contradict each other."""
+        return not self.holds and abs(self.difference) > _FAR
+
+    @property
+    def text(self) -> str:
+        """By how much the plan was off, a clause."""
+        how = f"predicted {self.predicted:.2f}x, measured {self.measured:.2f}x"
+        return f"the plan is off by {100 * self.difference:+.0f}% for {self.drafter} with K = {self.num_speculative_tokens}, {how}"
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """Why nothing can be decided yet, a clause, and what to change."""
+
+    what: str
+    remedy: str
+
+
+def make_checks(plan: Plan) -> list[Check]:
+    """Return predicted and measured speedup of the drafts that were timed on the plan's machine: those that the evaluation timed to
+    check its plan, or, without any, the decoded ones."""
+    checks = []
+    for result in plan.results:
+        cell, settings = plan.cell(result, batch=result.settings.batch), result.settings
+        if cell is None or plan.table.hardware != result.hardware:
+            continue
+        for option in cell.options:
+            key = (settings.temperature, option.drafter, option.num_speculative_tokens)
+            picks = [pick for pick in result.picks if same_draft(pick, option)]
+            timed = [(pick.tau_simulated, pick.speedup, pick.spread) for pick in picks]
+            overall, draft = (getattr(result.drafters[option.drafter], name) for name in ("overall", "draft"))
+            if not result.picks and draft is not None and draft.num_speculative_tokens == option.num_speculative_tokens:
+                timed = [(option.tau, overall.speedup, overall.speedup_spread)]
+            for tau, speedup, spread in timed:
+                if tau is not None and speedup is not None and spread is not None:
+                    checks.append(Check(*key, plan.predict(result, option, tau), speedup, spread))
+    return checks
+
+
+def clock_faults(result: Result) -> list[tuple[str, bool]]:
+    """Why the times of a result should not be quoted, a clause each, and whether it is so far off that nothing can be decided on
+    them; empty where nothing is known against them."""
+    gains = [(n, d.overall.speedup, d.overall.tau or d.overall.tau_simulated) for n, d in result.drafters.items()]
+    gains += [(f"{p.drafter} with K = {p.num_speculative_tokens}", p.speedup, p.tau_simulated) for p in result.picks]
+    faults = [
+        # A round takes no less than a token of the target alone.
+        (f"{name} was faster than its tau allows ({gain:.2f}x at tau {tau:.2f})", True)
+        for name, gain, tau in gains
+        if gain and tau and gain > (1 + _ROUNDING) * tau
+    ]
+    if result.clocks is not None and (busy := result.clocks.others) is not None and busy > _BUSY:
+        faults.append((f"other programs used {100 * busy:.0f}% of the cores while it was timed", False))
+    for name, drafter in result.drafters.items():
+        m = drafter.overall
+        if m.baseline_tok_s and m.baseline_tok_s_spread:
+            low, high = m.baseline_tok_s_spread
+            if (drift := (high - low) / m.baseline_tok_s) > _DRIFT:
+                faults.append((f"the target alone varied by {100 * drift:.0f}% between repeats", False))
+        if m.speedup and m.ideal_speedup and (share := m.speedup / m.ideal_speedup) > 1 + _IDEAL:
+            text = f"{name} was faster than its costs allow ({100 * share:.0f}% of the ideal)"
+            faults.append((text, share > 1 + _FAR))
+        # In a larger batch rows finish at other rounds with drafts, so that other prompts share a prefill.
+        alone = result.settings.batch == 1
+        if alone and m.ttft_s and m.ttft_baseline_s and abs(m.ttft_s / m.ttft_baseline_s - 1) > _TTFT:
+            moved = f"{100 * (m.ttft_s / m.ttft_baseline_s - 1):+.0f}%"
+            faults.append(
+                (f"the time to the first token moved by {moved} with {name}, which drafting cannot do", False)
+            )
+    return list(dict.fromkeys(faults))
+
+
+def find_flaws(plan: Plan, option: Option, checks: Sequence[Check], *, timed: bool) -> Iterator[Flaw]:
+    """Yield what makes it too early to decide on a draft. timed: it is decided on by how fast it was."""
+    prompts = min(result.drafters[option.drafter].overall.prompts for result in plan.results)
+    if prompts < FEWEST_PROMPTS:
+        yield Flaw(
+            f"{prompts} prompt{'s are' if prompts > 1 else ' is'} too few",
+            f"raise evaluate.per_slice or give more evaluate.prompts, for {FEWEST_PROMPTS} at least",
+        )
+    here = [result for result in plan.results if result.hardware == plan.table.hardware]
+    if any(r.settings.repeats == 1 and d.overall.speedup is not None for r in here for d in r.drafters.values()):
+        yield Flaw("every system was timed once", "set evaluate.repeats to 3")
+    seen = dict.fromkeys(text for result in here for text, far in clock_faults(result) if far)
+    own = (option.drafter, option.num_speculative_tokens)
+    # What was timed itself does not rest on the predictions of other drafts.
+    if far := [c for c in checks if c.far and (not timed or (c.drafter, c.num_speculative_tokens) == own)]:
+        seen[max(far, key=lambda check: abs(check.difference)).text] = None
+    for text in seen:
+        yield Flaw(text, QUIET)
+    costs = "measure the costs again on a quiet machine (remove costs.json and evaluate, or draftsmith costs)"
+    for one in (o for cell in plan.headline for o in cell.options if same_draft(o, option)):
+        if one.speedup > (1 + _ROUNDING) * one.tau:
+            name = f"{one.drafter} with K = {one.num_speculative_tokens}"
+            yield Flaw(
+                f"by its costs {name} would be faster than its tau allows ({one.speedup:.2f}x at tau {one.tau:.2f})",
+                costs,
+            )
+            break
+    yield from (Flaw(one.text, costs) for one in plan.table.contradictions if one.place == (plan.batch, plan.context))
+
 
 _CLOSE = 0.15
 """A speedup so near to what pays may be on the other side of it on a quiet machine."""
@@ -97,10 +232,13 @@ def _deploy(
         for gain, t in zip(gains, temperatures, strict=True)
         if gain < 1
     ]
-    crossing = next((batch for batch in plan.table.batches if not _pays(plan, name, batch)), None)
+    crossing = next(
+        (batch for batch, drafted in drafted_at(plan.paying(best) or plan, best).items() if not drafted), None
+    )
     if crossing is not None:
         reasons.append(f"From batch {crossing} on the target alone is as fast: see the table by batch.")
-    own = next((o for o in options if o.drafter == name and o.num_speculative_tokens == _used(plan, name)), None)
+    used = decoded_length(plan.results[0].drafters[name])
+    own = next((o for o in options if o.drafter == name and o.num_speculative_tokens == used), None)
     gain = 1.0 if own is None else plan.gain_over(best, own)
     if own is not None and not same_draft(own, best) and gain >= _WORTH_CHANGING:
         way = "Lower" if k < own.num_speculative_tokens else "Raise"
@@ -112,18 +250,6 @@ def _deploy(
     return Verdict(Action.DEPLOY, f"Deploy {name} with {plan.size(best)}: {speeds}.", tuple(reasons), best)
 
 
-def _pays(plan: Plan, drafter: str, batch: int) -> bool:
-    """Return whether a drafter pays at a batch, as far as that was measured."""
-    options = [o for o in plan.over_temperatures(batch) if o.drafter == drafter]
-    return not options or max(plan.speedups(options[0], batch)) >= PAYS
-
-
-def _used(plan: Plan, drafter: str) -> int | None:
-    """Return the draft length that the results were decoded with."""
-    draft = plan.results[0].drafters[drafter].draft
-    return draft.num_speculative_tokens if draft is not None else None
-
-
 def _keep_off(
     plan: Plan, best: Option, gain: float, rising: float | None, reasons: list[str], *, taught: bool
 ) -> Verdict:
@@ -132,9 +258,9 @@ def _keep_off(
     needed = max(PAYS * cost.tau_needed, tau * PAYS / gain)  # also where it was timed slower than its costs say
     reasons.append(f"To pay ({PAYS}x), tau at K = {k} would have to be {needed:.2f}; it is {tau:.2f}.")
     if cost.verify is None or cost.draft is None:
-        reasons.append(f"Or a round {cost.total_at_most(tau, PAYS):.3g} ms; it takes {cost.total:.3g}.")
+        reasons.append(f"Or a round {cost.total + cost.slack(tau, PAYS):.3g} ms; it takes {cost.total:.3g}.")
     else:
-        verify, draft = cost.verify_at_most(tau, PAYS), cost.draft_at_most(tau, PAYS)
+        verify, draft = (part + cost.slack(tau, PAYS) for part in (cost.verify, cost.draft))
         if verify > cost.alone:
             reasons.append(
                 f"Or a target pass over {plan.table.tokens(best.drafter, k)} tokens {verify:.3g} ms; it takes {cost.verify:.3g}, "

@@ -6,7 +6,7 @@ Pure; see eval/report/page_model.py for the values and eval/report/report.py for
 import json
 from typing import Any
 
-from draftsmith.eval.planner.memory import Memory, memory_at
+from draftsmith.eval.planner.plan import Memory, memory_at
 from draftsmith.eval.report.cells import DASH, milliseconds, number, off, percent, some, whole
 from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Sample, Section, System, Table, View
 from draftsmith.eval.report.plots import Series, line_panel

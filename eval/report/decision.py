@@ -5,12 +5,10 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 
 from dataclasses import dataclass
 
-from draftsmith.eval.planner.checks import QUIET
-from draftsmith.eval.planner.decision import Decision, doubts_of
+from draftsmith.eval.planner.decision import Decision, doubts_of, engine_settings
 from draftsmith.eval.planner.plan import PAYS, Cell
 from draftsmith.eval.planner.routing import describe_rules
-from draftsmith.eval.planner.settings import engine_settings
-from draftsmith.eval.planner.verdict import Action
+from draftsmith.eval.planner.verdict import QUIET, Action
 from draftsmith.eval.report.cells import DASH, between, number, percent, significant, times
 from draftsmith.eval.report.page_model import OVERALL, Row, Section, Table, View, tau_of
 from draftsmith.heads.formats.engines import ENGINES

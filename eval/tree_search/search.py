@@ -1,23 +1,112 @@
-"""Search the static tree with the longest tau for a head, from the ranks of the true tokens among its predictions.
+"""Search the static tree with the longest tau for a head, from the ranks of the true tokens among its predictions, and of all sizes
+the one that is fastest on this machine.
 
 A node adds one token to every round whose text follows its path, so its gain in tau is the share of such rounds.
 Shares never grow along a path, so taking the largest again and again gives the best tree of every size (Cai et al.,
 "Medusa", 2024, section 2.3.3, where a share is the product of per-head accuracies). Rounds do not begin everywhere alike:
 what counts is where they begin under the tree itself, which is found by following it through the text and searching
-again. Shapes: S answers, T roots of the longest one, R roots of all answers, D depth, M ranks, B sizes of trees.
+again. Shapes: S answers, T roots of the longest one, R roots of all answers, D depth, M ranks, B sizes of trees, L tokens.
 """
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
+from typing import Any
 
 import numpy as np
+import torch
 
+from draftsmith.data.batch import Tokenized
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import Choice, StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.tree_search.ranks import TextRanks
+from draftsmith.eval.clocks.cost_table import between
+from draftsmith.eval.clocks.costs import measure_costs
+from draftsmith.eval.drafters.system import head_system
+from draftsmith.eval.results.result import Costs
+from draftsmith.eval.simulate.acceptance import find_answers, token_ranks
+from draftsmith.eval.simulate.texts import target_passes
+from draftsmith.heads.base import DraftHead, drafting
 from draftsmith.storage import fingerprint
+from draftsmith.target.target import Target
+
+
+@dataclass(frozen=True)
+class TextRanks:
+    """The ranks of answers' tokens.
+
+    ranks_STD[s, r, d]: in a round whose root is the r-th token of answer s, the rank of the token d + 1 places after the
+    root in the head's step d, 0 for the most likely; `most` where it is not among the first `most`, -1 past the answer's
+    end. tokens_S: tokens after an answer's first. conversations: that of each answer.
+    """
+
+    ranks_STD: np.ndarray
+    tokens_S: np.ndarray
+    conversations: tuple[str, ...]
+    most: int
+
+    @classmethod
+    def of(cls, answers: Sequence[np.ndarray], conversations: Sequence[str], most: int) -> "TextRanks":
+        """Gather the ranks [tokens, D] of every answer."""
+        tokens_S = np.array([len(answer) for answer in answers])
+        ranks_STD = np.full((len(answers), max(1, tokens_S.max()), answers[0].shape[1]), -1, dtype=np.int16)
+        for row, answer in enumerate(answers):
+            ranks_STD[row, : len(answer)] = answer
+        return cls(ranks_STD, tokens_S, tuple(conversations), most)
+
+    @property
+    def depth(self) -> int:
+        """Steps of the head."""
+        return self.ranks_STD.shape[2]
+
+    @property
+    def answers(self) -> int:
+        """Answers of more than one token: those that drafts are made for."""
+        return int((self.tokens_S > 0).sum())
+
+    @property
+    def places(self) -> int:
+        """Where a round may begin."""
+        return int(self.tokens_S.sum())
+
+    @property
+    def roots_ST(self) -> np.ndarray:
+        """True where a round may begin."""
+        return np.arange(self.ranks_STD.shape[1]) < self.tokens_S[:, None]
+
+    def some(self, chosen_S: np.ndarray) -> "TextRanks":
+        """Return the answers that `chosen_S` (bool) marks."""
+        conversations = tuple(compress(self.conversations, chosen_S))
+        return TextRanks(self.ranks_STD[chosen_S], self.tokens_S[chosen_S], conversations, self.most)
+
+    def cut(self, depth: int) -> "TextRanks":
+        """Return the same for drafts of at most `depth` tokens."""
+        return replace(self, ranks_STD=self.ranks_STD[:, :, :depth])
+
+
+@torch.no_grad()
+def read_ranks(target: Target, head: DraftHead, samples: Sequence[Tokenized], depth: int, most: int) -> TextRanks:
+    """Run the target and the head over `samples` and return the ranks of their answers' tokens in steps 0..depth-1."""
+    ordered = sorted(samples, key=lambda sample: len(sample.ids))
+    ranks, conversations = [], []
+    for indices, batch in target_passes(target, ordered, head.reads.layer_ids):
+        with drafting(head):
+            output = head(batch, depth)
+        ranks_BLD = token_ranks(output, batch, head.draft_vocab, most).cpu().numpy()
+        for answer in find_answers(batch):
+            # The root x_r is drafted from by row t = r - 1.
+            ranks.append(ranks_BLD[answer.row, answer.first - 1 : answer.last - 1])
+            conversations.append(conversation_of(ordered[indices[answer.row]].sample_id))
+    return TextRanks.of(ranks, conversations, most)
+
+
+def conversation_of(sample_id: str) -> str:
+    """Return the conversation that a sample belongs to: its turns are named `<id>#1`, `<id>#2`, ..."""
+    stem, mark, turn = sample_id.rpartition("#")
+    return stem if mark and turn.isdigit() else sample_id
+
 
 PRIOR = 16.0
 """Roots that the product rule weighs as much as. On held-back answers within half a percent of the best of 0 to 512,
@@ -188,3 +277,91 @@ def _accepted(reached_STD: np.ndarray, place_BS: np.ndarray, size_B1: np.ndarray
     """Return how many tokens are accepted in rounds that begin at `place_BS`; anything past an answer's end."""
     here_BS = np.minimum(place_BS, reached_STD.shape[1] - 1)
     return (reached_STD[np.arange(place_BS.shape[1]), here_BS] <= size_B1[..., None]).sum(-1)
+
+
+_PASSES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512)
+"""Tokens of the target passes that are timed; between them costs are interpolated."""
+_DRAFTS = (1, 7, 31, 127)
+"""Nodes of the trees whose drafts are timed, besides the largest one."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A tree with what a round of it costs. verify_ms: the target pass over its nodes and the root. draft_ms: proposing
+    it. speedup: over the target alone, from the accepted length on answers held back."""
+
+    found: FoundTree
+    verify_ms: float
+    draft_ms: float
+    speedup: float
+
+    @property
+    def nodes(self) -> int:
+        """Drafted tokens per round."""
+        return len(self.found.tree.choices)
+
+
+def sizes_up_to(nodes: int) -> list[int]:
+    """Return the sizes to look at: every one up to 16, then such that the target's pass, root included, has a round
+    number of tokens; `nodes` itself is the last."""
+    sizes = list(range(1, 17))
+    while sizes[-1] < nodes:
+        # Steps of 2 from 16 on, of 4 from 32, of 8 from 64, ...
+        step = 1 << max(1, (sizes[-1] + 1).bit_length() - 4)
+        sizes.append((sizes[-1] + 1) // step * step + step - 1)
+    return [*(size for size in sizes if size < nodes), nodes]
+
+
+@dataclass(frozen=True)
+class TreeCosts:
+    """measured: target passes of several sizes, and the drafts of `trees`, cut at each of their depths."""
+
+    measured: Costs
+    trees: tuple[StaticTree, ...]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The milliseconds by size, as JSON."""
+        verify_ms = {size: round(ms, 4) for size, ms in self.measured.verify_ms.items()}
+        draft_ms = {name: {k: round(ms, 4) for k, ms in by_k.items()} for name, by_k in self.measured.draft_ms.items()}
+        return {"verify_ms": verify_ms, "draft_ms": draft_ms}
+
+    def budget(self, searched: FoundTree) -> Budget:
+        """Return what a round with a tree costs and brings; proposing it, by the times of trees of its depth."""
+        tree, timed = searched.tree, self.measured
+        depth = min(tree.depth, max(one.depth for one in self.trees))
+        by_size = {
+            str(len(one.choices)): timed.draft_ms[f"head {one.name}"][str(depth)]
+            for one in self.trees
+            if one.depth >= depth
+        }
+        verify_ms, draft_ms = between(timed.verify_ms, tree.max_nodes), between(by_size, len(tree.choices))
+        speedup = searched.tau_held_back * between(timed.verify_ms, 1) / (verify_ms + draft_ms)
+        return Budget(searched, verify_ms, draft_ms, speedup)
+
+
+def measure_tree_costs(
+    target: Target,
+    head: DraftHead,
+    searched: Sequence[FoundTree],
+    context_ids: Sequence[int],
+    sampling: Sampling,
+    *,
+    rows: int = 1,
+) -> TreeCosts:
+    """Time target passes up to the largest tree's size, and the drafts of a few of the trees, which ascend in size."""
+    largest = len(searched[-1].tree.choices)
+    numbers = [len(one.tree.choices) for one in searched]
+    indices = {bisect_left(numbers, nodes) for nodes in _DRAFTS if nodes < largest} | {len(searched) - 1}
+    trees = tuple(searched[index].tree for index in sorted(indices))
+    drafters = [head_system("head", head, tree.depth, tree.depth, tree=tree) for tree in trees]
+    # A name of its own may say more of how the head drafts.
+    systems = [replace(c, name=f"head {tree.name}") for c, tree in zip(drafters, trees, strict=True)]
+    passes = [*(tokens for tokens in _PASSES if tokens <= largest), largest + 1]
+    costs = measure_costs(target, systems, context_ids, sampling, rows=rows, passes=passes)
+    return TreeCosts(costs, trees)
+
+
+def fastest(budgets: Sequence[Budget]) -> Budget:
+    """Return the budget with the largest speedup, of equals the smallest."""
+    return max(budgets, key=lambda budget: (budget.speedup, -budget.nodes))

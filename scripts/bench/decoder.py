@@ -27,7 +27,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.clocks.turns import Repeats, run_systems
-from draftsmith.eval.drafters.generate_baseline import GenerateSystem, assisted, looked_up, plain
+from draftsmith.eval.drafters.baselines import GenerateSystem, assisted, looked_up, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.measure import ms_per_round, tok_s
 from draftsmith.eval.results.result import MsPerRound

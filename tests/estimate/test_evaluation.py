@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftsmith.estimate.estimate import assume, make_estimate
+from draftsmith.estimate.estimator import assume, make_estimate
 from draftsmith.estimate.evaluation import EvaluationEstimate
 from draftsmith.estimate.figures import find_device
 from draftsmith.eval.clocks.turns import FEW

@@ -10,8 +10,8 @@ import torch
 
 from draftsmith.cli.main import main
 from draftsmith.estimate import rates
-from draftsmith.estimate.estimate import Estimate, assume, make_estimate
-from draftsmith.estimate.figures import PlannedTarget, device_here
+from draftsmith.estimate.estimator import assume, make_estimate
+from draftsmith.estimate.figures import Estimate, PlannedTarget, device_here
 from draftsmith.heads.registry import methods
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe

@@ -19,8 +19,9 @@ from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.selfcheck import check_decoding
-from draftsmith.estimate.estimate import Estimate, assume, comment, make_estimate
-from draftsmith.estimate.figures import find_device
+from draftsmith.estimate.estimate import comment
+from draftsmith.estimate.estimator import assume, make_estimate
+from draftsmith.estimate.figures import Estimate, find_device
 from draftsmith.heads.draft_model import start
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.losses.head_loss import head_loss

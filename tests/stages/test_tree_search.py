@@ -20,9 +20,7 @@ from draftsmith.decoder.trees import StaticTree, load_tree, read_origin
 from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.results.result import Costs, read_result
 from draftsmith.eval.simulate.texts import simulate_generations, to_sample
-from draftsmith.eval.tree_search.budget import TreeCosts
-from draftsmith.eval.tree_search.ranks import TextRanks, read_ranks
-from draftsmith.eval.tree_search.search import find_trees, measure_tree
+from draftsmith.eval.tree_search.search import TextRanks, TreeCosts, find_trees, measure_tree, read_ranks
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import methods
 from draftsmith.stages.tree_search import _of_any_depth, answer_start
@@ -48,7 +46,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """How exactly a step is timed says nothing here."""
-    monkeypatch.setattr("draftsmith.eval.tree_search.budget.measure_costs", partial(measure_costs, repeats=1))
+    monkeypatch.setattr("draftsmith.eval.tree_search.search.measure_costs", partial(measure_costs, repeats=1))
     monkeypatch.setenv("COLUMNS", "100")
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from draftsmith.errors import UserError
-from draftsmith.estimate.estimate import read_target
+from draftsmith.estimate.estimator import read_target
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.target.config import check_causal
 from draftsmith.target.target import load_target

@@ -13,7 +13,7 @@ import torch
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features.extract import OnlineSource
 from draftsmith.errors import UserError
-from draftsmith.eval.training.forecast import Point, forecast
+from draftsmith.eval.training.history import Point, forecast
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build
 from draftsmith.heads.formats.recognise import load_head

@@ -31,7 +31,7 @@ from draftsmith.decoder.draft import Drafter, TargetAlone
 from draftsmith.decoder.drafters.known_acceptance import KnownAcceptance
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.clocks.costs import measure_table
-from draftsmith.eval.drafters.generate_baseline import plain
+from draftsmith.eval.drafters.baselines import plain
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.results.result import TargetInfo
 from draftsmith.heads.base import DraftHead

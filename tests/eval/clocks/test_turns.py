@@ -13,7 +13,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.turns import Turns, run_systems
 from draftsmith.eval.drafters import system
-from draftsmith.eval.drafters.generate_baseline import GENERATE, plain
+from draftsmith.eval.drafters.baselines import GENERATE, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.foreign.records import Journal
 from draftsmith.target.target import Target

@@ -14,19 +14,10 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.clocks.turns import Turns, run_systems
-from draftsmith.eval.drafters.generate_baseline import GENERATE, GenerateSystem, plain
+from draftsmith.eval.drafters.baselines import GENERATE, GenerateSystem, plain
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.measure.lossless import compare_texts
-from draftsmith.eval.measure.measure import (
-    Text,
-    Texts,
-    collect_texts,
-    is_looping,
-    measure_pick,
-    of_slice,
-    sampling_error,
-    summarize,
-)
+from draftsmith.eval.measure.measure import is_looping, measure_pick, of_slice, sampling_error, summarize
+from draftsmith.eval.measure.texts import Text, Texts, collect_texts, compare_texts
 from draftsmith.eval.results.conditions import Group
 from draftsmith.eval.results.metrics import bootstrap_tau, mean_tau
 from draftsmith.eval.results.result import Costs, DrafterResult, Measures, Percentiles, PromptSums

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable, Served
+from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable, TimedServer
 from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.planner.plan import Plan
 from draftsmith.eval.results.result import DrafterResult, Measures, Result, Settings, SweepPoint, TargetInfo
@@ -44,7 +44,7 @@ def served_table(rounds: dict[int, float], *, alone_ms: float = 10.0, batches: t
     """Of servers that draft the numbers in `rounds`, whose whole rounds take so many ms, at every batch."""
     whole = {ALONE: {"0": alone_ms}, "eagle3": {str(k): ms for k, ms in rounds.items()}}
     points = tuple(CostPoint(batch, 128, {}, {}, {"eagle3": 5.0}, {}, whole) for batch in batches)
-    servers = tuple(Served(f"http://k{k}", "vLLM 1", "m", k) for k in (0, *rounds))
+    servers = tuple(TimedServer(f"http://k{k}", "vLLM 1", "m", k) for k in (0, *rounds))
     return CostTable(TARGET, None, points, {}, None, None, None, {}, "c", None, "2026-01-01", servers)
 
 

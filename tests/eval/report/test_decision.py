@@ -8,8 +8,7 @@ from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.planner.decision import Decision, decision_json, make_decision
 from draftsmith.eval.report.report import render_html, render_markdown
 from draftsmith.eval.results.result import Pick, TargetInfo
-from draftsmith.eval.training.forecast import Point
-from draftsmith.eval.training.history import History
+from draftsmith.eval.training.history import History, Point
 from draftsmith.heads.vocab import Coverage
 from draftsmith.machine import Clocks
 from tests.eval.planner.plans import result, table

@@ -13,7 +13,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.planner.checks import clock_faults
+from draftsmith.eval.planner.verdict import clock_faults
 from draftsmith.eval.results.conditions import Group
 from draftsmith.eval.results.result import (
     Costs,

@@ -15,16 +15,19 @@ from draftsmith.errors import UserError
 from draftsmith.eval.results.result import Costs
 from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate, token_ranks
 from draftsmith.eval.tree_search import search as tree_search
-from draftsmith.eval.tree_search.budget import TreeCosts, fastest, sizes_up_to
-from draftsmith.eval.tree_search.ranks import TextRanks, conversation_of
 from draftsmith.eval.tree_search.search import (
     FoundTree,
+    TextRanks,
+    TreeCosts,
     arrivals,
+    conversation_of,
     count_rounds,
     count_visits,
+    fastest,
     find_trees,
     grow,
     measure_tree,
+    sizes_up_to,
 )
 from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows
 from draftsmith.target.target import TargetHead
@@ -272,9 +275,13 @@ def test_costs_lie_between_the_measured_ones() -> None:
         {"head 4 nodes": {"1": 1.0, "2": 3.0}, "head 8 nodes": {"1": 2.0, "2": 5.0}},
     )
     costs = TreeCosts(measured, (small, large))
-    assert [costs.verify_ms(n) for n in (1, 4, 6, 9)] == [10.0, 12.0, 16.0, 24.0]
-    assert costs.draft_ms(small) == 3.0
-    assert costs.draft_ms(StaticTree.of("wide", [[r] for r in range(6)])) == 1.5
+    for tree, parts in (
+        (small, (14.0, 3.0)),
+        (large, (24.0, 5.0)),
+        (StaticTree.of("wide", [[r] for r in range(6)]), (18.0, 1.5)),
+    ):
+        made = costs.budget(FoundTree(tree, 2.0, 2.0))
+        assert (made.verify_ms, made.draft_ms) == parts
     budget = costs.budget(FoundTree(large, 3.0, 2.9))
     assert budget.speedup == pytest.approx(2.9 * 10 / (24 + 5))
     slower, faster = (costs.budget(FoundTree(small, tau, tau)) for tau in (1.6, 1.8))

@@ -19,12 +19,9 @@ from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.turns import run_systems
 from draftsmith.eval.drafters.system import head_system
-from draftsmith.eval.measure.lossless import check_lossless
-from draftsmith.eval.measure.measure import collect_texts
-from draftsmith.eval.measure.quality import compare_targets
+from draftsmith.eval.measure.texts import Originals, check_lossless, collect_texts, compare_targets, distinct
 from draftsmith.eval.simulate.texts import simulate_generations
-from draftsmith.eval.tree_search.budget import measure_tree_costs
-from draftsmith.eval.tree_search.search import FoundTree
+from draftsmith.eval.tree_search.search import FoundTree, measure_tree_costs
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.export.tuned import write_adapter, write_merged
 from draftsmith.heads.formats.recognise import load_head
@@ -251,7 +248,8 @@ def test_what_is_deployed_is_lossless_to_the_tuned_target_and_compared_with_the_
         alone = decode_batch(own, TargetAlone(), requests(6), Sampling()).generations
         assert texts[name] == {g.request.sample_id: g.output_ids for g in alone}
     assert texts[""] != texts[system.name]
-    change = collect_texts(target, system, timings, Sampling(), lambda generation: {}).fields["overall"]
+    originals = Originals(target, distinct(timings[""], Sampling()), lambda generation: {})
+    change = collect_texts(target, system, timings, Sampling(), originals).fields["overall"]
     assert set(change) == {"perplexity", "perplexity_baseline", "agreement", "kl"}
     assert change["perplexity"] > change["perplexity_baseline"] > 1, "greedy texts are the original's likeliest"
     assert 0 < change["agreement"] < 1

@@ -183,15 +183,6 @@ def to_generations(requests: Sequence[Request], answers: Sequence[EngineAnswer])
     return generations
 
 
-def equal_rounds(ours: Sequence[EngineAnswer], theirs: Sequence[EngineAnswer]) -> int:
-    """Return how many rounds have the same draft and as many accepted tokens on both sides, answer by answer."""
-    return sum(
-        a == b
-        for mine, other in zip(ours, theirs, strict=True)
-        for a, b in zip(mine.rounds, other.rounds, strict=False)
-    )
-
-
 def ratio_error(tallies: Sequence[tuple[float, float]]) -> float:
     """Return the standard error of sum(tokens) / sum(rounds) over answers that are independent (delta method)."""
     n, rounds = len(tallies), sum(r for _, r in tallies)
@@ -199,11 +190,6 @@ def ratio_error(tallies: Sequence[tuple[float, float]]) -> float:
         return math.nan
     tau = sum(t for t, _ in tallies) / rounds
     return math.sqrt(sum((t - tau * r) ** 2 for t, r in tallies) * n / (n - 1)) / rounds
-
-
-def per_answer(answers: Sequence[EngineAnswer]) -> list[tuple[float, float]]:
-    """Return (tokens, rounds) of answers that `within_text` returned."""
-    return [(len(a.output_ids) - 1, len(a.rounds)) for a in answers]
 
 
 @dataclass(frozen=True)

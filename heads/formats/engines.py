@@ -149,7 +149,7 @@ ENGINES: dict[str, Engine] = {
     ),
 }
 SERVED: dict[str, list[str]] = json.loads(Path(__file__).with_name("served.json").read_text(encoding="utf-8"))
-"""The layouts that each engine itself was run with; `python -m scripts.bench.engines.formats` writes them from the results of
+"""The layouts that each engine itself was run with; `python -m scripts.bench.engines.page` writes them from the results of
 scripts/test_engines.sh."""
 
 

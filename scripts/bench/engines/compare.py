@@ -22,9 +22,7 @@ from draftsmith.eval.engines.agreement import (
     compare_answers,
     count,
     count_tally,
-    equal_rounds,
     logit_gaps,
-    per_answer,
     ratio_error,
     to_generations,
     trace_ours,
@@ -134,7 +132,10 @@ def greedy_row(side: OurSide, ours: Sequence[EngineAnswer], theirs: Sequence[Eng
     return {
         "temperature": 0.0,
         "equal_answers": sum(a.output_ids == b.output_ids for a, b in zip(ours, theirs, strict=True)),
-        "equal_rounds": equal_rounds(mine, others),
+        # With the same draft, and as many of it accepted.
+        "equal_rounds": sum(
+            x == y for a, b in zip(mine, others, strict=True) for x, y in zip(a.rounds, b.rounds, strict=False)
+        ),
         "ours": count(mine),
         "theirs": count(others),
         "decoded": count([within_text(a) for a in side.greedy]),
@@ -156,7 +157,8 @@ def sampled_row(side: OurSide, answers: Sequence[EngineAnswer], *, greedy_drafts
     simulated, engine = total(elsewhere, side.K).tau, count(theirs).tau
     z = None
     if simulated is not None and engine is not None:
-        z = (engine - simulated) / (error**2 + ratio_error(per_answer(theirs)) ** 2) ** 0.5
+        own = ratio_error([(len(a.output_ids) - 1, len(a.rounds)) for a in theirs])
+        z = (engine - simulated) / (error**2 + own**2) ** 0.5
     differences = []
     for answer, tally in zip(theirs, same_text, strict=True) if greedy_drafts else ():
         counted, expected = count([answer]), count_tally(tally)

@@ -128,30 +128,14 @@ def change(answers: list[EngineAnswer], place: int, **fields: object) -> list[En
     return [*answers[:place], replace(answers[place], **fields), *answers[place + 1 :]]
 
 
-MUTANTS = {
-    "another token": lambda a: change(a, 1, output_ids=(*a[1].output_ids[:3], a[1].output_ids[3] ^ 1, *a[1].output_ids[4:])),
-    "a token less": lambda a: change(a, 1, output_ids=a[1].output_ids[:-1]),
-    "another draft": lambda a: change(
-        a, 2, rounds=(replace(a[2].rounds[0], drafted=(a[2].rounds[0].drafted[0] ^ 1, *a[2].rounds[0].drafted[1:])), *a[2].rounds[1:])
-    ),
-    "another last draft": lambda a: change(
-        a, 2, rounds=(replace(a[2].rounds[0], drafted=(*a[2].rounds[0].drafted[:-1], a[2].rounds[0].drafted[-1] ^ 1)), *a[2].rounds[1:])
-    ),
-    "one more accepted": lambda a: change(a, 0, rounds=(replace(a[0].rounds[0], accepted=a[0].rounds[0].accepted + 1), *a[0].rounds[1:])),
-    "a round less": lambda a: change(a, 3, rounds=a[3].rounds[:-1]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_way_to_differ_is_seen(mutant: str, side: OurSide) -> None:
-    answers = MUTANTS[mutant](within(side.greedy))
+def test_a_token_that_differs_is_listed_and_excused_where_it_is_a_close_call(
+    side: OurSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = side.greedy[1].output_ids
+    answers = change(within(side.greedy), 1, output_ids=(*output[:3], output[3] ^ 1, *output[4:]))
     found = greedy_row(side, within(side.greedy), answers)
     assert len(found["differences"]) == 1
     assert not agrees(side, found)
-
-
-def test_a_close_call_is_listed_and_excused(side: OurSide, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = MUTANTS["another token"](within(side.greedy))
     monkeypatch.setattr("scripts.bench.engines.compare.CLOSE", math.inf)
     found = greedy_row(side, within(side.greedy), answers)
     assert agrees(side, found)

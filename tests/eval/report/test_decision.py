@@ -127,17 +127,6 @@ def test_settings_are_there_to_be_pasted() -> None:
     assert 'class="paste"' not in render_html(off.plan.results, off), "nothing to paste where speculation stays off"
 
 
-def test_names_of_others_are_text() -> None:
-    """A drafter and a slice that are named like markup."""
-    name = "<script>alert(1)</script>"
-    decision = make_decision(
-        [result(0, {"overall": 0.8, name: 0.7}, name=name)], table(name=name), "c.json", price_per_hour=None
-    )
-    assert decision is not None
-    assert "<script>alert" not in render_html(decision.plan.results, decision)
-    assert "<script>" not in render_markdown(decision.plan.results, decision)
-
-
 def test_without_costs_a_page_says_so() -> None:
     page = render_html([result(0, GOOD)])
     assert "Costs were not measured" in page

@@ -17,7 +17,7 @@ from draftsmith.heads.export.export import export_head
 from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats.recognise import is_head_config, load_head
 from draftsmith.target.identity import TargetIdentity, compare
-from tests.exports import folded_state, make_dflash, make_eagle1, make_eagle3, make_medusa, make_target
+from tests.exports import VOCAB, folded_state, make_dflash, make_eagle1, make_eagle3, make_medusa, make_target
 
 WEIGHTS = "model.safetensors"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -25,6 +25,10 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
 
 def keys(**changed: Any) -> Change:
     return lambda config, tensors: config.update(changed)
+
+
+def gone(name: str) -> Change:
+    return lambda config, tensors: tensors.pop(name)
 
 
 def cast(name: str, dtype: torch.dtype) -> Change:
@@ -90,6 +94,17 @@ CASES: dict[str, tuple[str, Change, str]] = {
         keys(partial_rotary_factor=0.5),
         "(partial_rotary_factor 0.5), which is not",
     ),
+    "missing": ("eagle3", gone("midlayer.mlp.up_proj.weight"), "lacks the tensor layers.0.mlp.up_proj.weight"),
+    "no d2t": ("eagle3", gone("d2t"), "lacks the tensor d2t"),
+    "absolute ids for d2t": (
+        "eagle3",
+        lambda config, tensors: tensors.update(d2t=VOCAB.clone()),
+        "offsets of ascending target ids",
+    ),
+    "another target's vocabulary": ("eagle3", keys(vocab_size=99), "vocab_size 99, but the target models/tiny has 160"),
+    "a layer too many": ("eagle3", keys(**{LAYERS: [1, 3, 8]}), "8 is the number of layers"),
+    "a switch without its tensors": ("eagle3", keys(fc_norm=True), "lacks the tensor fc_norm.0.weight"),
+    "a switch twice": ("eagle3", keys(norm_before_fc=True), "says norm_before_fc twice, true and false"),
     "sizes as texts": ("eagle3", keys(vocab_size="160"), "says vocab_size '160'"),
 }
 

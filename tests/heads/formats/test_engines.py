@@ -17,8 +17,7 @@ from draftsmith.heads.formats.layout import Layout, Rule, layouts, layouts_of
 from draftsmith.heads.formats.schema import ModelFiles
 from draftsmith.heads.registry import methods, served_method
 from draftsmith.target.target import Target
-from scripts.bench.engines.formats import PAGES, TABLES, measured, rendered
-from scripts.bench.engines.page import read_results
+from scripts.bench.engines.page import PAGES, TABLES, measured, read_results, rendered
 from tests.exports import (
     LLAMA3,
     PLAIN,
@@ -40,7 +39,7 @@ RULES: list[tuple[Layout, str, Rule]] = [
     for rule in served.rules
 ]
 ROOT = Path(__file__).resolve().parents[3]
-WRITE = "run python -m scripts.bench.engines.formats, which writes it"
+WRITE = "run python -m scripts.bench.engines.page, which writes it"
 
 
 def biased(target: Target) -> Target:

@@ -150,6 +150,8 @@ def collate(rows: list[list[Features]], length: int, *, seeds: Sequence[Sequence
     assert rows, "a batch needs a row"
     assert all(filled), "every row needs a document"
     assert max(filled) <= length, f"a row of {max(filled)} tokens in a batch of {length}"
+    pairs = [] if seeds is None else [list(zip(*both, strict=True)) for both in zip(seeds, rows, strict=True)]
+    seed = [[torch.full_like(d.ids, one, dtype=torch.int64) for one, d in row] for row in pairs]
     return TrainBatch(
         ids=_stack([[d.ids.long() for d in row] for row in rows], length),
         mask=_stack([[d.mask.bool() for d in row] for row in rows], length),
@@ -159,13 +161,8 @@ def collate(rows: list[list[Features]], length: int, *, seeds: Sequence[Sequence
         last=_stack([[d.last for d in row] for row in rows], length),
         top1=_stack([[d.top1.long() for d in row] for row in rows], length),
         logsumexp=_stack([[d.logsumexp.float() for d in row] for row in rows], length),
-        seed=None if seeds is None else _stack(_repeat(seeds, rows), length),
+        seed=_stack(seed, length) if seed else None,
     )
-
-
-def _repeat(seeds: Sequence[Sequence[int]], rows: list[list[Features]]) -> list[list[Tensor]]:
-    pairs = (zip(row, documents, strict=True) for row, documents in zip(seeds, rows, strict=True))
-    return [[torch.full_like(d.ids, seed, dtype=torch.int64) for seed, d in row] for row in pairs]
 
 
 def _stack(rows: list[list[Tensor]], length: int, padding: int = 0) -> Tensor:

@@ -46,10 +46,9 @@ from draftsmith.train.metrics import (
     warn_at_chance,
     warn_at_start,
 )
-from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
 from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, run_pass, whole_head, whole_state
 from draftsmith.train.process import ENDING, Interrupt
-from draftsmith.train.schedule import MicroBatches, Schedule, TrainData
+from draftsmith.train.schedule import MicroBatches, Schedule, TrainData, build_optimizers, lr_factor, set_lr
 
 _EARLY = 200
 """Steps until the first evaluation of a long run."""
@@ -129,21 +128,15 @@ class _Run:
     def describe(self) -> dict[str, Any]:
         """Return what dashboards show beside the figures: the recipe, what the head is made from, and with what."""
         around = environment_json()
-        return json.loads(  # type: ignore[no-any-return]
-            json.dumps(
-                {
-                    "recipe": asdict(self.recipe),
-                    "inputs": self.data.identity,
-                    "target": {"path": self.target.path, "fingerprint": self.target.fingerprint},
-                    "versions": around["versions"],
-                    "hardware": around["hardware"],
-                    "commit": around["commit"],
-                    "world_size": self.accelerator.num_processes,
-                    "tokens_per_step": self._most_tokens,
-                },
-                default=str,
-            )
-        )
+        facts = {
+            "recipe": asdict(self.recipe),
+            "inputs": self.data.identity,
+            "target": {"path": self.target.path, "fingerprint": self.target.fingerprint},
+            **{name: around[name] for name in ("versions", "hardware", "commit")},
+            "world_size": self.accelerator.num_processes,
+            "tokens_per_step": self._most_tokens,
+        }
+        return json.loads(json.dumps(facts, default=str))  # type: ignore[no-any-return]
 
     @property
     def _most_tokens(self) -> int:

@@ -1,18 +1,24 @@
-"""The micro-batches of each process and optimizer step: a pure function of the recipe and the lengths.
+"""What every optimizer step takes: the micro-batches of each process, the learning rate, and the optimizers themselves.
 
-A window is the micro-batches of one optimizer step over all processes and accumulation steps. Because the
-plan is pure, resuming is skipping, and 2 processes see what 1 process with twice the accumulation sees.
+A window is the micro-batches of one optimizer step over all processes and accumulation steps. The plan is a pure function of the recipe
+and the lengths: resuming is skipping, and 2 processes see what 1 process with twice the accumulation sees. AdamW takes everything, or
+Muon (Jordan et al. 2024) the weight matrices inside the head and AdamW its output projection, adapters, norms and biases.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor, distributed, nn
 from torch.utils.data import Dataset
 
 from draftsmith.data.batch import TrainBatch, collate, plan_batches
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.decoder.sampling import row_key
+from draftsmith.heads.base import DraftHead
+from draftsmith.machine import faster_in_bf16
 from draftsmith.recipe.schema import TrainSpec
 
 
@@ -86,3 +92,139 @@ class MicroBatches(Dataset):
         rows = [self.source.get_many([self.index[i] for i in row], self.layers) for row in micro.rows]
         seeds = [[row_key(self.seed, "train", self.index[i]) for i in row] for row in micro.rows]
         return collate(rows, self.row_tokens, seeds=seeds), micro.counts
+
+
+_Groups = dict[tuple[float, bool], list[nn.Parameter]]
+"""Parameters by the multiple of the learning rate, and by whether they decay."""
+
+
+def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of a head's trainable parameters, one group per multiple of the learning rate that the head
+    names (`DraftHead.lr_factor`), norms and biases apart, which no weight decay pulls to 0; every group remembers its peak
+    as `peak_lr`."""
+    matrices: _Groups = {}
+    others: _Groups = {}
+    factor_of = head.lr_factor if isinstance(head, DraftHead) else lambda name: 1.0
+    no_muon = ("lm_head", "embed_tokens", *(head.trains.no_muon if isinstance(head, DraftHead) else ()))
+    for name, parameter in head.named_parameters():
+        if parameter.requires_grad:
+            inner = parameter.ndim == 2 and not any(part in name for part in no_muon)
+            chosen = matrices if inner and spec.optimizer == "muon" else others
+            decays = not spec.weight_decay or parameter.ndim > 1
+            chosen.setdefault((factor_of(name), decays), []).append(parameter)
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        groups = _groups(matrices, spec.muon_lr)
+        optimizers.append(Muon(groups, lr=spec.muon_lr, weight_decay=spec.weight_decay))
+    if others:
+        betas = (spec.betas[0], spec.betas[1])
+        groups = _groups(others, spec.lr)
+        optimizers.append(torch.optim.AdamW(groups, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def _groups(parameters: _Groups, lr: float) -> list[dict[str, Any]]:
+    return [
+        {"params": some, "lr": lr * factor} | ({} if decays else {"weight_decay": 0.0})
+        for (factor, decays), some in parameters.items()
+    ]
+
+
+def lr_factor(step: int, total: int, spec: TrainSpec) -> float:
+    """Return the share of the peak rate at `step` of `total`: linear warmup, then a cosine down to `final_lr`.
+
+    A pure function of the step, so that a resumed run needs no scheduler state.
+    """
+    warmup = max(1, round(spec.warmup * total))
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, total - warmup)
+    return spec.final_lr + (1 - spec.final_lr) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+
+
+def set_lr(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
+    """Set every group's rate to `factor` times its peak."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * factor
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon, which on a CPU without instructions for bf16 multiplies in fp32, and shares its work among processes.
+
+    torch makes the products in bf16 everywhere; most processors before AVX512-BF16 and AMX take ten times as long for it. Processes
+    that train together on CPUs have the same gradients: each orthogonalises its share of the matrices and sends them to the others.
+    State and arguments are torch's, so that checkpoints fit either.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step with all parameters that have a gradient; they are on one kind of device."""
+        if any(p.device.type != "cpu" for group in self.param_groups for p in group["params"]):
+            return super().step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        pending: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+        for group in self.param_groups:
+            parameters: list[Tensor] = []
+            gradients: list[Tensor] = []
+            buffers: list[Tensor] = []
+            self._init_group(group, parameters, gradients, buffers)
+            for parameter, gradient, buffer in zip(parameters, gradients, buffers, strict=True):
+                buffer.lerp_(gradient, 1 - group["momentum"])
+                pending.append(
+                    (parameter, gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer, group)
+                )
+        for (parameter, _, group), update in zip(pending, _orthogonalised(pending), strict=True):
+            _apply(parameter, update, group)
+        return loss
+
+
+def _orthogonalised(pending: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> list[Tensor]:
+    """Return the orthogonalised updates, each made by one of the processes."""
+    together = distributed.is_available() and distributed.is_initialized()
+    size, rank = (distributed.get_world_size(), distributed.get_rank()) if together else (1, 0)
+    # The largest first, each to the process that has least to do: as work counts rows * rows * columns.
+    work, owner = [0.0] * size, [0] * len(pending)
+    for index in sorted(range(len(pending)), key=lambda i: -pending[i][0].numel()):
+        owner[index] = work.index(min(work))
+        work[owner[index]] += pending[index][0].numel() * min(pending[index][0].shape)
+    made = [
+        orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        if owner[index] == rank
+        else torch.empty_like(update)
+        for index, (_, update, group) in enumerate(pending)
+    ]
+    if size > 1:
+        made = [update.contiguous() for update in made]
+        sent = [distributed.broadcast(update, owner[index], async_op=True) for index, update in enumerate(made)]
+        for one in sent:
+            one.wait()
+    return made
+
+
+def _apply(parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
+    """Move a parameter: what torch does with `adjust_lr_fn` left out."""
+    assert group["adjust_lr_fn"] in (None, "original"), "other ways to adjust the rate are torch's alone"
+    rows, columns = parameter.shape
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+
+
+def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return `matrix` [m, n] with singular values near 1, in its dtype, by Newton-Schulz iteration in bf16 where the device has
+    instructions for it, else in fp32."""
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.to(torch.bfloat16 if faster_in_bf16(matrix.device) else torch.float32)
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if tall else x).to(matrix.dtype)

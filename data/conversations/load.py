@@ -156,19 +156,15 @@ def local_files(source: str) -> list[Path] | None:
 
 def _open_source(source: str, split: str, *, streaming: bool) -> list[Iterator[_Row]]:
     """Return an iterator of rows per file of a source."""
-    if (files := local_files(source)) is not None:
-        return [_open_file(file) for file in files]
-    name, _, config = source.partition(":")
-    return [_hub_rows(name, config or None, split, streaming)]
-
-
-def _open_file(path: Path) -> Iterator[_Row]:
+    if (files := local_files(source)) is None:
+        name, _, config = source.partition(":")
+        return [_hub_rows(name, config or None, split, streaming)]
     readers = {".parquet": _parquet_rows, ".json": _json_rows, ".jsonl": _jsonl_rows}
-    if path.suffix in readers:
-        return readers[path.suffix](path)
-    raise UserError(
-        f"{path} is of no known kind: convert it to {' or '.join(SUFFIXES)}, a conversation a row (`messages`: texts with roles)."
-    )
+    if odd := next((file for file in files if file.suffix not in readers), None):
+        raise UserError(
+            f"{odd} is of no known kind: convert it to {' or '.join(SUFFIXES)}, a conversation a row (`messages`: texts with roles)."
+        )
+    return [readers[file.suffix](file) for file in files]
 
 
 def _jsonl_rows(path: Path) -> Iterator[_Row]:

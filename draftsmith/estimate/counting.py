@@ -30,7 +30,7 @@ from draftsmith.heads.registry import find_method
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.shape import TargetShape
 from draftsmith.target.target import Target, TargetOutput
-from draftsmith.train.optimizers import Muon, build_optimizers
+from draftsmith.train.schedule import Muon, build_optimizers
 
 aten = torch.ops.aten
 

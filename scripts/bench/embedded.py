@@ -28,7 +28,7 @@ from draftsmith.data.batch import Tokenized, plan_batches
 from draftsmith.data.conversations.load import load_conversations
 from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.embedded import SHIPPED, ensure_embedded
-from draftsmith.train.optimizers import Muon
+from draftsmith.train.schedule import Muon
 
 # Ids 0 (padding), 1 and 2 (end of an answer), as EmbeddedSettings has them.
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -37,7 +37,7 @@ from draftsmith.heads.registry import methods
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.shape import shape_of
 from draftsmith.target.target import Target
-from draftsmith.train.optimizers import build_optimizers
+from draftsmith.train.schedule import build_optimizers
 from tests.models import tiny_model
 
 pytestmark = pytest.mark.full

@@ -26,8 +26,7 @@ def test_the_loss_goes_as_on_the_cpu_in_fp32(method, tmp_path):
     # Accelerate remembers its first device for a whole process, so the CPU's losses are computed by hand.
     from draftsmith.decoder.sampling import row_key
     from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
-    from draftsmith.train.optimizers import build_optimizers, lr_factor, set_lr
-    from draftsmith.train.schedule import MicroBatches, Schedule
+    from draftsmith.train.schedule import MicroBatches, Schedule, build_optimizers, lr_factor, set_lr
 
     target, recipe = make_target("cpu"), make_recipe(epochs=3)
     head, data = make_head(target, method), make_data(target, make_texts())

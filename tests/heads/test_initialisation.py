@@ -18,7 +18,7 @@ from draftsmith.heads.registry import find_method
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.pretrained import check_target
 from draftsmith.target.target import Target
-from draftsmith.train.optimizers import build_optimizers
+from draftsmith.train.schedule import build_optimizers
 from tests.gpu.support import OPTIONS
 from tests.models import tiny_model
 

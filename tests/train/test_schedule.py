@@ -1,12 +1,28 @@
-"""The plan of micro-batches: every sample once, the same for any number of processes."""
+"""The plan of micro-batches, which parameter goes to which optimizer, the learning-rate curve, and Muon on a CPU against torch's own."""
+
+import copy
+import socket
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from draftsmith.data.batch import Features
 from draftsmith.decoder.sampling import row_key
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.train.schedule import Micro, MicroBatches, Schedule
+from draftsmith.train import schedule
+from draftsmith.train.schedule import (
+    Micro,
+    MicroBatches,
+    Muon,
+    Schedule,
+    build_optimizers,
+    lr_factor,
+    orthogonalise,
+    set_lr,
+)
 
 LENGTHS = [7, 30, 12, 25, 9, 31, 16, 3, 22, 14, 28]
 
@@ -70,3 +86,161 @@ def test_micro_batches_are_read_through_the_index_with_a_seed_for_each_document(
     seven, five, nine = (row_key(6, "train", i) for i in (7, 5, 9))
     assert first.seeds.tolist() == [[nine] * 3 + [seven] * 3 + [0] * 2, [five] * 3 + [0] * 5]
     assert second.seeds.tolist() == [[five] * 3 + [0] * 5]
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(8, 4).requires_grad_(False)
+        self.fc = nn.Linear(4, 4)
+        self.lm_head = nn.Linear(4, 8, bias=False)
+
+
+def test_muon_takes_matrices_and_adamw_the_rest() -> None:
+    head = Head()
+    muon, adamw = build_optimizers(head, TrainSpec(optimizer="muon", lr=1e-3, muon_lr=0.02))
+    assert isinstance(muon, torch.optim.Muon)
+    assert [p.shape for p in muon.param_groups[0]["params"]] == [(4, 4)]
+    assert [p.shape for p in adamw.param_groups[0]["params"]] == [(4,), (8, 4)]
+    (only,) = build_optimizers(head, TrainSpec(optimizer="adamw"))
+    assert len(only.param_groups[0]["params"]) == 3, "the frozen embedding is left out"
+
+
+def test_norms_and_biases_do_not_decay() -> None:
+    muon, adamw = build_optimizers(Head(), TrainSpec(optimizer="muon", lr=1e-3, muon_lr=0.02, weight_decay=0.1))
+    assert [group["weight_decay"] for group in muon.param_groups] == [0.1]
+    decay = {tuple(p.shape): g["weight_decay"] for g in adamw.param_groups for p in g["params"]}
+    assert decay == {(4,): 0.0, (8, 4): 0.1}
+
+
+def test_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
+    spec = TrainSpec(warmup=0.1, final_lr=0.2)
+    factors = [lr_factor(step, 100, spec) for step in range(100)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[10] == 1.0
+    assert factors[55] == pytest.approx(0.6)
+    assert all(a > b for a, b in pairwise(factors[10:]))
+    assert lr_factor(100, 100, spec) == pytest.approx(0.2)
+    optimizers = build_optimizers(Head(), TrainSpec(optimizer="muon", lr=1e-3, muon_lr=0.02))
+    set_lr(optimizers, 0.5)
+    assert [o.param_groups[0]["lr"] for o in optimizers] == [0.01, 5e-4]
+
+
+COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7
+
+
+def matrices() -> list[torch.nn.Parameter]:
+    draws = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(*shape, generator=draws)) for shape in ((24, 40), (40, 24), (32, 32))]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    draws = torch.Generator().manual_seed(step + 1)
+    return [torch.randn(*p.shape, generator=draws) for p in matrices()]
+
+
+def train(kind: type[torch.optim.Muon], steps: int) -> tuple[list[torch.nn.Parameter], torch.optim.Muon]:
+    parameters = matrices()
+    optimizer = kind(parameters, lr=0.02, weight_decay=0.1)
+    for step in range(steps):
+        for parameter, gradient in zip(parameters, gradients(step), strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    return parameters, optimizer
+
+
+@pytest.fixture(params=[False, True], ids=["fp32", "bf16"])
+def bf16(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """On a processor without instructions for bf16, and on one with them."""
+    monkeypatch.setattr(schedule, "faster_in_bf16", lambda device: request.param)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("bf16")
+def test_steps_are_torchs_but_for_the_rounding_of_bf16() -> None:
+    (ours, _), (theirs, _) = train(Muon, 4), train(torch.optim.Muon, 4)
+    for start, mine, other in zip(matrices(), ours, theirs, strict=True):
+        moved = (other - start).norm()
+        assert moved > 0.1
+        assert (mine - other).norm() < 0.02 * moved
+
+
+@pytest.mark.usefixtures("bf16")
+def test_state_is_torchs_and_either_goes_on_from_it() -> None:
+    ours, optimizer = train(Muon, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state.keys() == train(torch.optim.Muon, 2)[1].state_dict().keys()
+    resumed = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    again = torch.optim.Muon(resumed, lr=1.0)
+    again.load_state_dict(state)
+    for one, parameters in ((optimizer, ours), (again, resumed)):
+        for parameter, gradient in zip(parameters, gradients(2), strict=True):
+            parameter.grad = gradient
+        one.step()
+    for mine, other in zip(ours, resumed, strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-3, rtol=0)
+
+
+def test_a_parameter_without_gradient_stays_and_a_closure_is_called() -> None:
+    parameters = matrices()
+    optimizer = Muon(parameters, lr=0.1)
+
+    def closure() -> torch.Tensor:
+        loss = (parameters[0] ** 2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == (matrices()[0] ** 2).sum()
+    assert not torch.equal(parameters[0], matrices()[0])
+    assert torch.equal(parameters[1], matrices()[1])
+
+
+@pytest.mark.usefixtures("bf16")
+def test_singular_values_come_near_one() -> None:
+    for matrix in (torch.diag(torch.linspace(0.05, 1.0, 16)), torch.randn(40, 12), torch.randn(12, 40).double()):
+        found = orthogonalise(matrix, COEFFICIENTS, STEPS, EPS)
+        assert found.dtype == matrix.dtype
+        assert found.shape == matrix.shape
+        values = torch.linalg.svdvals(found)
+        assert values.min() > 0.5
+        assert values.max() < 1.5
+
+
+def test_the_iteration_is_the_polynomial_of_singular_values(bf16: bool) -> None:
+    """x -> a x + b x^3 + c x^5 on each of them, five times; the vectors stay."""
+    draws = torch.Generator().manual_seed(3)
+    matrix = torch.randn(20, 30, generator=draws, dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
+    a, b, c = COEFFICIENTS
+    for _ in range(STEPS):
+        values = a * values + b * values**3 + c * values**5
+    expected = (left * values) @ right
+    found = orthogonalise(matrix, COEFFICIENTS, STEPS, EPS)
+    torch.testing.assert_close(found.double(), expected, atol=0.03 if bf16 else 1e-4, rtol=0)
+
+
+def _train_together(rank: int, port: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
+    made: list[torch.Size] = []
+    alone = schedule.orthogonalise
+    schedule.orthogonalise = lambda matrix, *options: made.append(matrix.shape) or alone(matrix, *options)
+    parameters, optimizer = train(Muon, 3)
+    torch.save((parameters, optimizer.state_dict(), made), Path(folder) / f"{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.full
+def test_processes_share_the_work_and_get_what_one_would(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(_train_together, (port, str(tmp_path)), nprocs=2)
+    alone, optimizer = train(Muon, 3)
+    shapes = []
+    for rank in range(2):
+        parameters, state, made = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        assert all(torch.equal(one, other) for one, other in zip(parameters, alone, strict=True))
+        for place, kept in optimizer.state_dict()["state"].items():
+            assert torch.equal(state["state"][place]["momentum_buffer"], kept["momentum_buffer"])
+        shapes.append(made)
+    assert sorted(map(len, shapes)) == [3, 6]

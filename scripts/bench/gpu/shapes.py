@@ -44,8 +44,7 @@ from draftsmith.recipe.schema import Recipe, TrainSpec
 from draftsmith.target.kernels import fuse_norms, pack_linears
 from draftsmith.target.target import Target
 from draftsmith.train.loop import train
-from draftsmith.train.optimizers import build_optimizers
-from draftsmith.train.schedule import TrainData
+from draftsmith.train.schedule import TrainData, build_optimizers
 
 ALPHA, K = 0.8, 4
 STEPS = 7

@@ -19,7 +19,7 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import find_method, methods
 from draftsmith.recipe.parse import recipe_parser
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.train.optimizers import build_optimizers
+from draftsmith.train.schedule import build_optimizers
 from tests.batches import documents_of, pack
 from tests.gpu.support import OPTIONS
 from tests.heads.losses.oracles import ORACLES, Row

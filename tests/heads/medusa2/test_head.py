@@ -35,8 +35,8 @@ from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.pretrained import check_target
 from draftsmith.target.target import Target, load_target
-from draftsmith.train.optimizers import build_optimizers
 from draftsmith.train.parallel import WrappedHead, run_pass
+from draftsmith.train.schedule import build_optimizers
 from tests.batches import documents_of, pack
 from tests.models import make_target, tiny_model
 

@@ -46,19 +46,6 @@ ensure_environment "$@"
 """
 
 
-def make_repository(folder: Path) -> None:
-    """The scripts, the links and the two files that decide what is installed."""
-    shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / ".ci", folder / ".ci")
-    for name in ("pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, folder)
-    (folder / "draftsmith").mkdir()
-    for room in LINKS:
-        (folder / room).mkdir()
-        (folder / "draftsmith" / room).symlink_to(f"../{room}")
-    (folder / "stand_ins.sh").write_text(STAND_INS, encoding="utf-8")
-
-
 def write_program(path: Path, body: str) -> None:
     """Put a shell script in the place of a program."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,10 +61,17 @@ def read_log(folder: Path) -> list[str]:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A repository in a folder with a space in its name."""
+    """The scripts, the links and the two files that decide what is installed, in a folder with a space in its name."""
     folder = tmp_path / "my draftsmith"
-    folder.mkdir()
-    make_repository(folder)
+    shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / ".ci", folder / ".ci")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "draftsmith").mkdir()
+    for room in LINKS:
+        (folder / room).mkdir()
+        (folder / "draftsmith" / room).symlink_to(f"../{room}")
+    (folder / "stand_ins.sh").write_text(STAND_INS, encoding="utf-8")
     return folder
 
 

@@ -1,7 +1,6 @@
 """The plan of micro-batches, which parameter goes to which optimizer, the learning-rate curve, and Muon on a CPU against torch's own."""
 
 import copy
-import socket
 from itertools import pairwise
 from pathlib import Path
 
@@ -219,8 +218,8 @@ def test_the_iteration_is_the_polynomial_of_singular_values(bf16: bool) -> None:
     torch.testing.assert_close(found.double(), expected, atol=0.03 if bf16 else 1e-4, rtol=0)
 
 
-def _train_together(rank: int, port: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", world_size=2, rank=rank)
+def _train_together(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", world_size=2, rank=rank)
     made: list[torch.Size] = []
     alone = schedule.orthogonalise
     schedule.orthogonalise = lambda matrix, *options: made.append(matrix.shape) or alone(matrix, *options)
@@ -231,10 +230,7 @@ def _train_together(rank: int, port: int, folder: str) -> None:
 
 @pytest.mark.full
 def test_processes_share_the_work_and_get_what_one_would(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(_train_together, (port, str(tmp_path)), nprocs=2)
+    torch.multiprocessing.spawn(_train_together, (str(tmp_path),), nprocs=2)
     alone, optimizer = train(Muon, 3)
     shapes = []
     for rank in range(2):

@@ -1,8 +1,4 @@
-"""The recursion against the enumeration of every text and every path of a toy, and against plain loops."""
-
-import itertools
-from functools import cache
-from zlib import crc32
+"""The recursion against plain loops; tests/decoder/test_penalty.py holds it against every text and every path of a toy."""
 
 import numpy as np
 import pytest
@@ -12,86 +8,6 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.answers import Generation, Request, Round, Tally, tally_generation, total
 from draftsmith.eval.simulate.acceptance import Answer, expected_tallies, find_answers, simulate
 from draftsmith.target.target import TargetHead
-
-V, EOS, LIMIT = 3, 2, 5
-
-
-@cache
-def _draft_probs(kind: str, history: tuple[int, ...]) -> np.ndarray:
-    seed = crc32(repr((kind, history)).encode())
-    weights = np.random.default_rng(seed).gamma(1.0, size=V) + 0.05
-    return weights / weights.sum()
-
-
-def p(history: tuple[int, ...]) -> np.ndarray:
-    return _draft_probs("p", history)
-
-
-def q(root: int, history: tuple[int, ...]) -> np.ndarray:
-    """A drafter's distribution may depend on where its round began, not only on the text so far."""
-    return _draft_probs(f"q{root}", history)
-
-
-def texts(history: tuple[int, ...]) -> "list[tuple[tuple[int, ...], float]]":
-    """Every answer that continues `history` (whose last token is the answer's first), with its probability."""
-    if history[-1] == EOS or len(history) == LIMIT + 1:
-        return [(history, 1.0)]
-    found = []
-    for token in range(V):
-        found += [(text, p(history)[token] * share) for text, share in texts((*history, token))]
-    return found
-
-
-def enumerate_rounds(history: tuple[int, ...], num_drafts: int) -> np.ndarray:
-    """Expected [rounds, drafted accepted at 0.., reached 0..] by following every draft and every accept decision."""
-    if history[-1] == EOS or len(history) == LIMIT + 1:
-        return np.zeros(1 + 2 * num_drafts)
-    counts = np.zeros(1 + 2 * num_drafts)
-    counts[0] = 1
-    return counts + _draft_on(history, len(history) - 1, 0, num_drafts)
-
-
-def _draft_on(history: tuple[int, ...], root: int, k: int, num_drafts: int) -> np.ndarray:
-    """Expected counts of the rest, given that k drafts of this round were accepted and `history` ends with them."""
-    ended = history[-1] == EOS or len(history) == LIMIT + 1
-    if k > 0 and ended:
-        return np.zeros(1 + 2 * num_drafts)
-    if k == num_drafts:
-        return sum(p(history)[x] * enumerate_rounds((*history, x), num_drafts) for x in range(V))
-    target, draft = p(history), q(root, history)
-    counts = np.zeros(1 + 2 * num_drafts)
-    counts[1 + num_drafts + k] += 1
-    residual = np.clip(target - draft, 0, None)
-    for x in range(V):
-        accept = min(1.0, target[x] / draft[x])
-        hit = np.zeros_like(counts)
-        hit[1 + k] = 1
-        counts += draft[x] * accept * (hit + _draft_on((*history, x), root, k + 1, num_drafts))
-        reject = draft[x] * (1 - accept)
-        for y in range(V):
-            if residual[y]:
-                counts += reject * residual[y] / residual.sum() * enumerate_rounds((*history, y), num_drafts)
-    return counts
-
-
-@pytest.mark.parametrize("num_drafts", [1, 2, 3, 4])
-@pytest.mark.parametrize("first", [0, 1])
-def test_recursion_equals_enumeration_of_every_text_and_path(first: int, num_drafts: int) -> None:
-    expected = enumerate_rounds((first,), num_drafts)
-    found = np.zeros_like(expected)
-    mass = 0.0
-    for text, share in texts((first,)):
-        n = len(text) - 1
-        c = np.zeros((1, LIMIT, num_drafts))
-        for root, k in itertools.product(range(n), range(num_drafts)):
-            if root + 1 + k <= n:
-                before, token = text[: root + 1 + k], text[root + 1 + k]
-                c[0, root, k] = min(1.0, q(root, before)[token] / p(before)[token])
-        (tally,) = expected_tallies(c, np.array([n]), num_drafts)
-        found += share * np.array([tally.rounds, *tally.accepted_K, *tally.reached_K])
-        mass += share
-    assert mass == pytest.approx(1, abs=1e-12)
-    np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
 def test_decoded_tally_counts_what_was_emitted() -> None:

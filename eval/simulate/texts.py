@@ -92,10 +92,7 @@ def simulate_generations(
 
 @torch.no_grad()
 def simulate_together(
-    target: Target,
-    generations: Sequence[Generation],
-    sampling: Sampling,
-    drafters: Sequence[tuple[Simulator, int]],
+    target: Target, generations: Sequence[Generation], sampling: Sampling, drafters: Sequence[tuple[Simulator, int]]
 ) -> list[Simulation]:
     """Run the target once over finished answers; return the simulation of each drafter for drafts of 1..max_k tokens.
 

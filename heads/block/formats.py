@@ -26,15 +26,7 @@ from draftsmith.heads.formats.published import (
     tidy,
     vocab_offsets,
 )
-from draftsmith.heads.formats.schema import (
-    LLAMA_KEYS,
-    Config,
-    Export,
-    Schema,
-    TensorRow,
-    draft_vocab_size,
-    llama_layer,
-)
+from draftsmith.heads.formats.schema import LLAMA_KEYS, Config, Export, Schema, TensorRow, draft_vocab_size, llama_layer
 from draftsmith.target.target import Target
 
 SECTION = "dflash_config"

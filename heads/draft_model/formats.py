@@ -116,8 +116,7 @@ LAYOUTS = (
                 reserved=engines.RESERVED_PATH_WORDS,
             ),
             "sglang": Served(
-                engines.start_sglang("STANDALONE"),
-                caveats=(f"The algorithm is STANDALONE. {engines.SGLANG_ROOT}",),
+                engines.start_sglang("STANDALONE"), caveats=(f"The algorithm is STANDALONE. {engines.SGLANG_ROOT}",)
             ),
             "tensorrt_llm": Served(engines.start_tensorrt_llm("DraftTarget")),
             "llama_cpp": Served(

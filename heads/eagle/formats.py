@@ -164,9 +164,7 @@ def speculators_keys(kind: str) -> dict[str, Any]:
 # "layers.0." and leaves what it does not find uninitialised, the embeddings too (it looks for NaN there, and memory
 # seldom holds any); vLLM knows both prefixes, and shares the target's embeddings where those in the file are the same.
 EAGLE3_SPECULATORS = FusedSchema(
-    name="eagle3_speculators",
-    tensors=(*_TENSORS, _EMBEDDING),
-    keys=speculators_keys("eagle3"),
+    name="eagle3_speculators", tensors=(*_TENSORS, _EMBEDDING), keys=speculators_keys("eagle3")
 )
 
 

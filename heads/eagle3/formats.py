@@ -6,13 +6,7 @@ Schemas and reading are shared with P-EAGLE: heads/eagle/formats.py.
 from dataclasses import replace
 from pathlib import Path
 
-from draftsmith.heads.eagle.formats import (
-    AUX_LAYERS,
-    EAGLE3,
-    EAGLE3_SPECULATORS,
-    read_either,
-    read_fused,
-)
+from draftsmith.heads.eagle.formats import AUX_LAYERS, EAGLE3, EAGLE3_SPECULATORS, read_either, read_fused
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.formats import engines
@@ -148,18 +142,8 @@ _LLAMA_CPP = Served(
 )
 
 LAYOUTS = (
-    Layout(
-        "eagle3",
-        EAGLE3,
-        load_eagle3_directory,
-        {"vllm": _VLLM, "sglang": _SGLANG, "tensorrt_llm": _TENSORRT_LLM},
-    ),
-    Layout(
-        "eagle3",
-        replace(EAGLE3, name="eagle3_llama_cpp"),
-        load_eagle3_directory,
-        {"llama_cpp": _LLAMA_CPP},
-    ),
+    Layout("eagle3", EAGLE3, load_eagle3_directory, {"vllm": _VLLM, "sglang": _SGLANG, "tensorrt_llm": _TENSORRT_LLM}),
+    Layout("eagle3", replace(EAGLE3, name="eagle3_llama_cpp"), load_eagle3_directory, {"llama_cpp": _LLAMA_CPP}),
     Layout(
         "eagle3",
         EAGLE3_SPECULATORS,

@@ -4,14 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.formats.engines import (
-    ADAPTER_NAME,
-    ENGINES,
-    Serving,
-    Snippet,
-    split_obstacle,
-    steps_in_words,
-)
+from draftsmith.heads.formats.engines import ADAPTER_NAME, ENGINES, Serving, Snippet, split_obstacle, steps_in_words
 from draftsmith.heads.formats.layout import Layout, drafts_for, joined, target_obstacle
 from draftsmith.heads.formats.schema import ModelFiles
 from draftsmith.target.target import Target

@@ -50,11 +50,6 @@ _AGAIN = "fetch or export the heads again"
 _MADE_FOR = "give the target that they were made for"
 
 
-def block_number(prefixed: bool, number: int) -> int:
-    """Return the number in the layout of a head's block: with a prefix layer a module of dropout stands before each."""
-    return 2 * number + 1 if prefixed else number
-
-
 class HydraSchema(Schema):
     """The layout of the published code, in which every head has all its blocks, and a projection with a bias."""
 
@@ -70,7 +65,8 @@ class HydraSchema(Schema):
         for i in range(o.num_heads):
             for j in range(o.num_layers):
                 ours = f"hydra_mlp.{i}.{min(j, len(head.blocks(i)) - 1)}."
-                theirs = f"hydra_mlp.{i}.{block_number(o.prefix_attention, j)}."
+                # With a prefix layer a module of dropout stands before each block.
+                theirs = f"hydra_mlp.{i}.{2 * j + 1 if o.prefix_attention else j}."
                 tensors |= {theirs + n.removeprefix(ours): value for n, value in own.items() if n.startswith(ours)}
             name = f"hydra_lm_head.{i}" + (".1" if o.prefix_attention else "")
             tensors[f"{name}.weight"] = own.get(f"hydra_lm_head.{i}.weight", shared)

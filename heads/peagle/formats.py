@@ -29,9 +29,7 @@ _MASK_TOKEN = {"mask_token_id": lambda export: export.head.options.mask_token_id
 PEAGLE = FusedSchema("peagle", (*EAGLE3.tensors, _MASK_HIDDEN), {**EAGLE3.keys, **_MASK_TOKEN})
 # speculators: the package, and vLLM, which starts the target that the directory names and sets parallel_drafting itself.
 PEAGLE_SPECULATORS = FusedSchema(
-    "peagle_speculators",
-    (*EAGLE3_SPECULATORS.tensors, _MASK_HIDDEN),
-    {**speculators_keys("peagle"), **_MASK_TOKEN},
+    "peagle_speculators", (*EAGLE3_SPECULATORS.tensors, _MASK_HIDDEN), {**speculators_keys("peagle"), **_MASK_TOKEN}
 )
 
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")

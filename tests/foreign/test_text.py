@@ -26,7 +26,7 @@ from draftsmith.stages.session import say
 from tests.helpers import tiny_tokenizer
 
 HIDDEN = "\x1b[2J\x1b]0;t\x07\x9b1m\x08\u202e\u2066\u200b\u200d\ufeff\u2028\u061c\x7f\U000e0041"
-ATTACK = f"{HIDDEN}[red]x[/red]<img src=x onerror=y>\r</p><b>`*\n# h\n"
+ATTACK = f"{HIDDEN}[red]x[/red]<img src=x onerror=y>\r</p><b>`*<script>x()</script>[c](http://x)\n# h\n"
 RESULTS = Path(__file__).parents[2] / "docs" / "results" / "smollm2" / "eagle3"
 DRAFTERS = json.loads((RESULTS / "t0" / "result.json").read_text(encoding="utf-8"))["drafters"].keys()
 
@@ -116,9 +116,11 @@ def test_a_report_holds_no_html_of_others(paths: list[Path], result: Result, tmp
     check(page)
     check(markdown.replace("\\\\", "\\"))
     assert not {"img", "b"} & set(_Page(page).tags)
+    assert _Page(page).tags.count("script") == 1, "its own"
     outside = re.sub(r"^(`{3,})text\n.*?^\1$", "", markdown, flags=re.DOTALL | re.MULTILINE)
     assert set(_Page(outside).tags) <= {"details", "summary"}
     assert not re.search(r"^# h", outside, re.MULTILINE)
+    assert "](http" not in re.sub(r"\\.", "", outside)
     text = comparison_markdown(compare_results(result, result, (ATTACK, ATTACK)))
     check(text.replace("\\\\", "\\"))
     assert "<" not in text

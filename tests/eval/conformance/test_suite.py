@@ -210,9 +210,7 @@ def every_row(patch: pytest.MonkeyPatch) -> None:
     """Prompts count as if they were answers."""
     real = medusa.iterate_supervised_rows
     patch.setattr(
-        medusa,
-        "iterate_supervised_rows",
-        lambda batch: real(replace(batch, mask=torch.ones_like(batch.mask))),
+        medusa, "iterate_supervised_rows", lambda batch: real(replace(batch, mask=torch.ones_like(batch.mask)))
     )
 
 

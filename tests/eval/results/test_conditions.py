@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from draftsmith.decoder.answers import Generation, Request, Round, Tally, tally_generation, total
-from draftsmith.eval.results.conditions import (
-    Group,
-    Thinking,
-    acceptance_by_condition,
-    explain_past,
-)
+from draftsmith.eval.results.conditions import Group, Thinking, acceptance_by_condition, explain_past
 from draftsmith.eval.simulate.acceptance import expected_tallies
 from draftsmith.eval.simulate.texts import simulate_prompt_lookup
 from tests.helpers import tiny_tokenizer

@@ -27,12 +27,12 @@ BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits of an element of every dtype of the format."""
+"""Bits of an element of every dtype that safetensors has."""
 
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """One tensor of a safetensors file. start, size: of its bytes in the file."""
+    """One tensor of a file of weights. start, size: of its bytes in the file."""
 
     name: str
     dtype: str

@@ -137,14 +137,11 @@ def eos_ids_of(*configs: Any) -> tuple[int, ...] | None:
 
 
 def hash_tokenizer(folder: Path) -> str | None:
-    """Hash all that decides which ids a text becomes.
+    """Return "<kind>:<16 hex digits>" of all that decides which ids a text becomes, None where the folder has no tokenizer. Only
+    hashes of one kind can be compared.
 
-    It covers the vocabulary, merges, added tokens, normalization and splitting, and the bos and eos tokens, which chat templates
-    write. It leaves out what a call may set (padding, truncation), the tokens put around a text, and decoding. Files that two
-    versions of the tokenizers package write for the same tokenizer have the same hash.
-
-    Returns:
-        "<kind>:<16 hex digits>", None where the folder has no tokenizer. Only hashes of one kind can be compared.
+    Left out are what a call may set (padding, truncation), the tokens put around a text, and decoding. Files that two versions of
+    the tokenizers package write for the same tokenizer have the same hash.
     """
     with foreign_code(f"The tokenizer's files in {folder} are damaged", FETCH):
         return _hash_tokenizer(folder)
@@ -203,12 +200,11 @@ def hash_chat_template(folder: Path) -> str | None:
 
 
 def fingerprint_directory(directory: Path) -> str:
-    """Return 16 hex digits that name the model in `directory` (config.json + *.safetensors).
+    """Return 16 hex digits that name the model in `directory` (config.json + *.safetensors); of one that was made of a GGUF file,
+    that file's.
 
-    Weights under 200 MB are hashed in full; of larger ones every tensor contributes its name, dtype, shape
-    and 64 evenly spaced pieces of 256 bytes (both ends included), so that any real training step shows
-    while an 8B model costs well under a second. Resharding, renaming the folder or another transformers version
-    change nothing. A folder that was made of a GGUF file has that file's. The tokenizer and generation_config.json are not part of it (draftsmith.target.identity has them).
+    Weights under 200 MB are hashed in full; of larger ones every tensor contributes its name, dtype, shape and 64 evenly spaced
+    pieces of 256 bytes (both ends included), so that any real training step shows while an 8B model costs well under a second.
     Raises UserError for a damaged or missing weight file.
     """
     if (source := read_source(directory)) is not None:

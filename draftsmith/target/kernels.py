@@ -1,12 +1,10 @@
 """What a frozen model computes faster than transformers does, with the same numbers or up to rounding.
 
-- Products of a few rows on a CPU, by a copy of the weights that oneDNN has laid out for it. A round multiplies some tokens' states with
-  every matrix of the target and of the draft. For 2 to 32 rows oneDNN takes 0.5 to 1.0 of the time where it need not read the matrix
-  as PyTorch stores it; for one row, for many, and for small matrices it takes longer.
+- Products of 2 to 32 rows on a CPU, by a copy of the weights that oneDNN has laid out for it: 0.5 to 1.0 of the time. For one row, for
+  many, and for small matrices it takes longer.
 - Attention on a CPU. PyTorch's kernel there takes a mask and fewer key heads than query heads at once; transformers copies keys and
-  values for every query head where a mask is given, as on GPUs no kernel takes both. A draft always has a mask; on a CPU the copies
-  took longer than the attention itself. One query a row, as where the target writes alone, takes the kernel four to six times as long
-  in bf16 as a few: those of all heads with the same keys are then given as rows of one head.
+  values for every query head where a mask is given, which took longer than the attention itself. One query a row takes the kernel
+  four to six times as long in bf16 as a few: those of all heads with the same keys are then given as rows of one head.
 - RMS norms in one operation: launching the six of transformers' takes most of a small norm's time.
 
 Measured in docs/results/decoder/products.json.

@@ -52,7 +52,8 @@ class Draft:
         shape = tree.on(root_B.device)
         nodes_B = (shape.depth_N <= limit_B.clamp(min=0)[:, None]).sum(1)
         parents_BN = shape.parents_N.expand(len(root_B), -1)
-        return cls(torch.cat([root_B[:, None], drafted_BN], 1), parents_BN, nodes_B, tree=tree)
+        linear = tree.depth == len(tree.choices)
+        return cls(torch.cat([root_B[:, None], drafted_BN], 1), parents_BN, nodes_B, tree=tree, linear=linear)
 
     @classmethod
     def chain(
@@ -75,8 +76,6 @@ class Draft:
         """True when every node's parent is the node before it."""
         if self.linear is not None:
             return self.linear
-        if self.tree is not None:
-            return self.tree.depth == len(self.tree.choices)
         order = torch.arange(-1, self.parents_BN.shape[1] - 1, device=self.parents_BN.device)
         return bool((self.parents_BN == order).all())
 

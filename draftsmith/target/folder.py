@@ -144,25 +144,21 @@ def hash_tokenizer(folder: Path) -> str | None:
     the tokenizers package write for the same tokenizer have the same hash.
     """
     with foreign_code(f"The tokenizer's files in {folder} are damaged", FETCH):
-        return _hash_tokenizer(folder)
-
-
-def _hash_tokenizer(folder: Path) -> str | None:
-    config = read_object(folder / "tokenizer_config.json")
-    names = {key: _token(folder, config, key) for key in ("bos_token", "eos_token")}
-    if fast := read_object(folder / "tokenizer.json"):
-        added = sorted(fast.get("added_tokens") or [], key=lambda token: token.get("id", 0))
-        parts = [_plain_model(fast.get("model") or {}), added, fast.get("normalizer"), fast.get("pre_tokenizer")]
-        return f"tokenizer.json:{hash_json([names, parts])}"
-    added = [read_json(folder / "added_tokens.json"), config.get("added_tokens_decoder")]
-    if (model := folder / "tokenizer.model").is_file():
-        content = hashlib.sha256(read_bytes(model, FETCH)).hexdigest()
-        return f"tokenizer.model:{hash_json([names, added, content])}"
-    vocab, merges = read_json(folder / "vocab.json"), folder / "merges.txt"
-    if vocab is None or not merges.is_file():
-        return None
-    lines = [x for x in read_text(merges, FETCH).splitlines() if x and not x.startswith("#version")]
-    return f"vocab.json:{hash_json([names, added, vocab, lines])}"
+        config = read_object(folder / "tokenizer_config.json")
+        names = {key: _token(folder, config, key) for key in ("bos_token", "eos_token")}
+        if fast := read_object(folder / "tokenizer.json"):
+            added = sorted(fast.get("added_tokens") or [], key=lambda token: token.get("id", 0))
+            parts = [_plain_model(fast.get("model") or {}), added, fast.get("normalizer"), fast.get("pre_tokenizer")]
+            return f"tokenizer.json:{hash_json([names, parts])}"
+        added = [read_json(folder / "added_tokens.json"), config.get("added_tokens_decoder")]
+        if (model := folder / "tokenizer.model").is_file():
+            content = hashlib.sha256(read_bytes(model, FETCH)).hexdigest()
+            return f"tokenizer.model:{hash_json([names, added, content])}"
+        vocab, merges = read_json(folder / "vocab.json"), folder / "merges.txt"
+        if vocab is None or not merges.is_file():
+            return None
+        lines = [x for x in read_text(merges, FETCH).splitlines() if x and not x.startswith("#version")]
+        return f"vocab.json:{hash_json([names, added, vocab, lines])}"
 
 
 def _token(folder: Path, config: dict[str, Any], key: str) -> Any:

@@ -155,13 +155,10 @@ class _Meter(TorchDispatchMode):
             given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
             for storage in made:
                 if storage._cdata not in given:
-                    self._note(storage)
+                    self._change(storage.nbytes())
+                    weakref.finalize(storage, self._change, -storage.nbytes())
             self._count(func, args, kwargs or {}, out)
         return out
-
-    def _note(self, storage: Any) -> None:
-        self._change(storage.nbytes())
-        weakref.finalize(storage, self._change, -storage.nbytes())
 
     def _change(self, size: int) -> None:
         self._alive += size

@@ -143,7 +143,9 @@ def _speeds(repeats: Repeats, baseline: Repeats, generate: Repeats) -> dict[str,
     groups, base_groups = ([d for repeat in of for d in repeat] for of in (repeats, baseline))
     for middle, of in (("", groups), ("_baseline", base_groups)):
         fields[f"ttft{middle}_s"] = median(g.ttft_s for d in of for g in d.generations)
-        fields[f"latency{middle}_s"] = _latency(of)
+        # In a batch a request's own end is not on the clock.
+        single = all(len(d.generations) == 1 for d in of)
+        fields[f"latency{middle}_s"] = _percentiles([sum(d.seconds.values()) for d in of]) if single else None
         fields[f"token_wait{middle}_s"] = _percentiles([wait for d in of for g in d.generations for wait in g.waits])
         peaks = [d.peak_bytes for d in of if d.peak_bytes is not None]
         fields[f"peak_memory{middle}_bytes"] = max(peaks, default=None)
@@ -214,13 +216,6 @@ def ms_per_round(groups: Sequence[Decoded]) -> MsPerRound | None:
     if not passes:
         return None
     return MsPerRound(**{part: 1000 * sum(d.seconds[part] for d in groups) / passes for part in _DECODE_PARTS})
-
-
-def _latency(groups: Sequence[Decoded]) -> Percentiles | None:
-    """Seconds per request; None in a batch, where a request's own end is not on the clock."""
-    if any(len(d.generations) > 1 for d in groups):
-        return None
-    return _percentiles([sum(d.seconds.values()) for d in groups])
 
 
 def _percentiles(values: Sequence[float]) -> Percentiles | None:

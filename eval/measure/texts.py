@@ -7,7 +7,7 @@ Shapes: B rows, L tokens, R answer tokens, V target vocab.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import cached_property
 from math import exp
@@ -34,11 +34,8 @@ Judge = Callable[[Generation], Mapping[str, bool]]
 """What can be told of an answer: see `judge_answer`."""
 
 _COUNTS = {"exact_match": "referenced", "valid_json": "json_answers"}
-
 _NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
-
 _FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
-
 
 Fields = Mapping[str, Mapping[str, Any]]
 """Fields of `Measures` per slice and as "overall"."""
@@ -115,7 +112,7 @@ class Originals:
         fields = {key: {"perplexity": theirs[key], "perplexity_baseline": own[key]} for key in own}
         if system.verifier is not None:
             change = compare_targets(self.target, system.verifier, self.generations)
-            fields = {key: {**fields[key], **asdict(change[key])} for key in fields}
+            fields = {key: {**fields[key], **change[key]} for key in fields}
         judged = judged_shares(generations, self.generations, self.judge)
         return {key: {**values, **judged.get(key, {})} for key, values in fields.items()}
 
@@ -201,14 +198,6 @@ def _first_divergence(
     return Divergence(request.sample_id, request.slice, position, a, b, float(logits_V[a] - logits_V[b]))
 
 
-@dataclass(frozen=True)
-class Change:
-    """agreement: share of answer tokens where two targets' likeliest choice is the same. kl: mean KL(one || other), in nats."""
-
-    agreement: float
-    kl: float
-
-
 def perplexities(target: Target, generations: Sequence[Generation]) -> dict[str, float]:
     """Return exp of the mean -log p per answer token, per slice and as "overall"; p is the target's distribution at temperature 1.
 
@@ -222,8 +211,11 @@ def perplexities(target: Target, generations: Sequence[Generation]) -> dict[str,
     return {scope: exp(total / count) for scope, (total, count) in sums.items() if count}
 
 
-def compare_targets(original: Target, tuned: Target, generations: Sequence[Generation]) -> dict[str, Change]:
-    """Let two targets read the same answers; return how their distributions differ, per slice and as "overall"."""
+def compare_targets(original: Target, tuned: Target, generations: Sequence[Generation]) -> Fields:
+    """Let two targets read the same answers; return how their distributions differ, per slice and as "overall".
+
+    agreement: the share of tokens where the likeliest choice of both is the same. kl: the mean KL(original || tuned), in nats.
+    """
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     pairs = zip(_answer_logits(original, generations), _answer_logits(tuned, generations), strict=True)
     for (generation, ours_RV), (_, theirs_RV) in pairs:
@@ -231,7 +223,8 @@ def compare_targets(original: Target, tuned: Target, generations: Sequence[Gener
         apart_R = (log_p_RV.exp() * (log_p_RV - log_q_RV)).sum(-1)
         same = (ours_RV.argmax(-1) == theirs_RV.argmax(-1)).sum()
         _add(sums, generation, [float(same), float(apart_R.sum()), len(apart_R)])
-    return {scope: Change(same / count, apart / count) for scope, (same, apart, count) in sums.items() if count}
+    counted = {scope: values for scope, values in sums.items() if values[2]}
+    return {scope: {"agreement": same / n, "kl": apart / n} for scope, (same, apart, n) in counted.items()}
 
 
 def _add(sums: dict[str, list[float]], generation: Generation, values: Sequence[float]) -> None:
@@ -270,8 +263,8 @@ def _is_right(answer: str, reference: Any) -> bool:
         return _json_of(answer) == reference
     text = str(reference).strip()
     if _NUMBER.fullmatch(text):
-        numbers = _NUMBER.findall(answer)
-        return bool(numbers) and _value(numbers[-1]) == _value(text)
+        numbers = [Decimal(number.replace(",", "")) for number in (*_NUMBER.findall(answer)[-1:], text)]
+        return len(numbers) == 2 and numbers[0] == numbers[1]
     return answer.casefold().split() == text.casefold().split()
 
 
@@ -292,10 +285,6 @@ def judged_shares(
             if not ending:
                 shares[scope][_COUNTS[measure]] = len(held)
     return dict(shares)
-
-
-def _value(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
 
 
 def _json_of(answer: str) -> Any:

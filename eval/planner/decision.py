@@ -180,26 +180,25 @@ def decision_json(decision: Decision) -> dict[str, Any]:
         "machine": machine and {"gpu": machine.gpu, "cpu": machine.cpu, "cores": machine.cores},
         "servers": [asdict(server) for server in plan.table.servers],
         "price_per_hour": decision.price_per_hour,
-        "places": [_place(decision, cell) for cell in plan.cells()],
+        "places": [
+            {
+                "temperature": cell.temperature,
+                "slice": cell.slice,
+                "batch": cell.batch,
+                "context": cell.context,
+                "target_alone_tok_s": cell.alone_tok_s,
+                "target_alone_per_million": decision.cost_per_million(cell, None),
+                "pays": cell.pays,
+                "best": _option(decision, cell, cell.best),
+            }
+            for cell in plan.cells()
+        ],
         "draft_lengths": [
             {"temperature": cell.temperature, **_option(decision, cell, option)}
             for cell in plan.headline
             for option in cell.options
         ],
         "checks": [{**asdict(check), "holds": check.holds} for check in decision.checks],
-    }
-
-
-def _place(decision: Decision, cell: Cell) -> dict[str, Any]:
-    return {
-        "temperature": cell.temperature,
-        "slice": cell.slice,
-        "batch": cell.batch,
-        "context": cell.context,
-        "target_alone_tok_s": cell.alone_tok_s,
-        "target_alone_per_million": decision.cost_per_million(cell, None),
-        "pays": cell.pays,
-        "best": _option(decision, cell, cell.best),
     }
 
 

@@ -198,7 +198,8 @@ def grow(ranks_RD: np.ndarray, weight_R: np.ndarray, nodes: int, most: int) -> l
     def offer_children(path: Choice, share: float) -> None:
         if len(path) < ranks_RD.shape[1]:
             at = behind[path]
-            chance_M = _chances(ranks_RD[at, len(path)], weight_R[at], overall_DM[len(path)])
+            counts_M = _counts(ranks_RD[at, len(path)], weight_R[at], most)
+            chance_M = (counts_M + PRIOR * overall_DM[len(path)]) / (float(weight_R[at].sum()) + PRIOR)
             for rank in range(most):
                 heapq.heappush(waiting, (-share * chance_M[rank], len(path) + 1, (*path, rank)))
 
@@ -220,12 +221,6 @@ def _rank_shares(ranks_RD: np.ndarray, weight_R: np.ndarray, most: int) -> np.nd
         shares.append(_counts(ranks_R, weight_R, most) / max(float(weight_R[going_R].sum()), 1e-9))
         going_R = ranks_R >= 0
     return np.stack(shares)
-
-
-def _chances(ranks_R: np.ndarray, weight_R: np.ndarray, overall_M: np.ndarray) -> np.ndarray:
-    """Return the chance of each rank after a path, from the roots that follow it."""
-    total = float(weight_R.sum()) + PRIOR
-    return (_counts(ranks_R, weight_R, len(overall_M)) + PRIOR * overall_M) / total
 
 
 def _counts(ranks_R: np.ndarray, weight_R: np.ndarray, most: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,12 +163,9 @@ def test_the_total_is_that_of_the_stages() -> None:
     made = estimate(target())
     stages = {stage.name: stage for stage in stages_of(made)}
     assert [*stages] == ["answers", "hidden states", "training", "evaluation", "export"]
-    assert total_seconds(made) == pytest.approx(
-        made.answer_seconds + made.seconds(made.feature_flops) + made.train_seconds + EvaluationEstimate(made).seconds
-    )
-    online = replace(
-        made, recipe=replace(made.recipe, features=FeaturesSpec(source="online"), answers=AnswersSpec(regenerate=False))
-    )
+    parts = [made.answer_seconds, made.seconds(made.feature_flops), made.train_seconds]
+    assert total_seconds(made) == pytest.approx(sum(parts) + EvaluationEstimate(made).seconds)
+    online = estimate(target(), features=FeaturesSpec(source="online"), answers=AnswersSpec(regenerate=False))
     assert [stage.name for stage in stages_of(online)] == ["training", "evaluation", "export"]
 
 
@@ -204,63 +202,58 @@ def words(tmp_path: Path) -> list[str]:
     return ["--target.path", str(tmp_path / "target"), "--data.limit", "1000", "--device", "h100"]
 
 
-def test_engines_that_will_not_draft_for_the_target_are_named(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file, none = (
-        tmp_path / "target" / "config.json",
-        "no engine that reads the layout eagle3 drafts with such heads for",
-    )
-    for kind, method, said in (("Gemma3", "medusa", []), ("Mixtral", "eagle3", [f"{none} .* class Mixtral"])):
+@pytest.fixture
+def told(words: list[str], capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What `draftsmith plan` says of it, with further options."""
+
+    def run(*more: str, base: list[str] = words) -> str:
+        assert main(["plan", *base, *more]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_engines_that_will_not_draft_for_the_target_are_named(told: Callable[..., str], tmp_path: Path) -> None:
+    file = tmp_path / "target" / "config.json"
+    for kind, method, count in (("Gemma3", "medusa", 0), ("Mixtral", "eagle3", 1)):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": [f"{kind}ForCausalLM"]}))
-        assert main(["plan", *words, "--method", method]) == 0
-        found = [line for line in capsys.readouterr().out.splitlines() if line.startswith("engines: ")]
-        assert [bool(re.search(one, line)) for one, line in zip(said, found, strict=True)] == [True] * len(said)
+        found = [line for line in told("--method", method).splitlines() if line.startswith("engines: ")]
+        none = f"no engine that reads the layout {method} drafts with such heads for .* class {kind}"
+        assert len(found) == len([line for line in found if re.search(none, line)]) == count
 
 
-def test_the_command_reads_a_config_alone(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_the_command_reads_a_config_alone(told: Callable[..., str]) -> None:
+    lines = told().splitlines()
     assert lines[0] == "plan of run"
-    assert [line.split(" ")[0].rstrip(":") for line in lines[1:]] == (
-        ["target", "assumed", "answers", "hidden", "training", "memory", "evaluation", "export", "total"]
-        + ["guessed"] * 2
-        + ["shorter"] * (len(lines) - 12)
-    )
+    kinds = ["target", "assumed", "answers", "hidden", "training", "memory", "evaluation", "export", "total"]
+    kinds += ["guessed"] * 2 + ["shorter"] * (len(lines) - 12)
+    assert [line.split(" ")[0].rstrip(":") for line in lines[1:]] == kinds
     assert "of 128 tokens, half of answers.max_new_tokens; --answer-tokens N says better" in lines[11]
     assert "1000 conversations of 64 prompt and 128 answer tokens; h100" in lines[2]
     assert 12 < len(lines) <= 17
     more = ["--device=A100", "--gpus", "4", "--utilisation", "0.3", "--prompt-tokens", "70", "--answer-tokens", "30"]
-    assert main(["plan", *words, "--method", "medusa", *more]) == 0
-    text = capsys.readouterr().out
+    text = told("--method", "medusa", *more)
     assert "of 70 prompt and 30 answer tokens; 4 a100, which reach 30% of 312 TFLOP/s" in text
     assert "guessed" not in text
-    assert main(["plan", *words, "--comment"]) == 0
-    assert all(line.startswith("#   ") and len(line) <= 120 for line in capsys.readouterr().out.splitlines())
+    assert all(line.startswith("#   ") and len(line) <= 120 for line in told("--comment").splitlines())
 
 
-def test_rows_of_local_files_are_counted(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_local_files_are_counted(words: list[str], told: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "talk.jsonl"
     row = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
     path.write_text(f"{row}\n" * 3)
-    assert main(["plan", *words[:2], "--data.sources", f"[{path}]", "--data.heldout", "1", "--device", "h100"]) == 0
-    assert "assumed: 3 conversations" in capsys.readouterr().out
-    assert main(["plan", *words, "--data.sources", f"[{path}]", "--data.heldout", "1"]) == 0
-    assert "assumed: 3 conversations" in capsys.readouterr().out, "data.limit is more than there is"
+    for base in ([*words[:2], *words[-2:]], words):  # data.limit is more than there is
+        assert "assumed: 3 conversations" in told("--data.sources", f"[{path}]", "--data.heldout", "1", base=base)
 
 
-def test_local_prompts_are_counted(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_local_prompts_are_counted(told: Callable[..., str], tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     rows = [{"id": str(i), "slice": "aab"[i % 3], "messages": [{"role": "user", "content": "hi"}]} for i in range(9)]
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    for more, said in (
-        ([], "evaluation: 9 prompts, 2 t"),
-        (["--evaluate.per_slice", "4"], "evaluation: 7 prompts, 2 t"),
-    ):
-        assert main(["plan", *words, "--evaluate.prompts", f"[{path}]", *more]) == 0
-        assert said in capsys.readouterr().out
-    assert main(["plan", *words, "--evaluate.prompts", "[owner/name]"]) == 0
-    assert "evaluation: 100 prompts (assumed, as they are not on this machine)" in capsys.readouterr().out
+    own, uncounted = f"[{path}]", "evaluation: 100 prompts (assumed, as they are not on this machine)"
+    assert "evaluation: 9 prompts, 2 t" in told("--evaluate.prompts", own)
+    assert "evaluation: 7 prompts, 2 t" in told("--evaluate.prompts", own, "--evaluate.per_slice", "4")
+    assert uncounted in told("--evaluate.prompts", "[owner/name]")
 
 
 @pytest.mark.parametrize(
@@ -284,28 +277,23 @@ def test_a_local_file_that_is_missing_is_named(
     assert said in capsys.readouterr().err
 
 
-def test_answers_that_the_run_holds_are_counted(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*words, "--output_dir", str(tmp_path / "run"), "--answers.max_new_tokens", "60"]
+def test_answers_that_the_run_holds_are_counted(told: Callable[..., str], tmp_path: Path) -> None:
     facts = {"answers": 4, "output_tokens": 102}
     record = {"inputs": {"answers.max_new_tokens": 60}, "fingerprint": "0", "state": "done", "facts": facts}
     (tmp_path / "run").mkdir()
     for changed, tokens in (({}, 26), ({"inputs": {"answers.max_new_tokens": 80}}, 30), ({"facts": {}}, 30)):
         (tmp_path / "run" / "run.json").write_text(json.dumps({"answers": record | changed}))
-        assert main(["plan", *words]) == 0
-        text = capsys.readouterr().out
+        text = told("--output_dir", str(tmp_path / "run"), "--answers.max_new_tokens", "60")
         assert f"prompt and {tokens} answer tokens" in text
         assert ("guessed: answers" in text) == (tokens == 30)
 
 
-def test_answers_in_the_data_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_in_the_data_are_counted(told: Callable[..., str], tmp_path: Path) -> None:
     """With answers.regenerate false the head learns from them, however long answers may be."""
     row = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "one two three"}]
     (tmp_path / "talk.jsonl").write_text(f"{json.dumps({'messages': row})}\n" * 3)
     words = ["--data.sources", f"[{tmp_path}/talk.jsonl]", "--data.heldout", "1", "--device", "h100"]
-    assert main(["plan", "--target.path", "embedded", *words, "--answers.regenerate", "false"]) == 0
-    text = capsys.readouterr().out
+    text = told("--target.path", "embedded", "--answers.regenerate", "false", base=words)
     found = re.search(r"assumed: 3 conversations of (\d+) prompt and (\d+) answer tokens", text)
     assert found is not None
     tokenizer = load_tokenizer(str(SHIPPED))
@@ -326,12 +314,12 @@ def make_pilot(folder: Path, method: str = "eagle3", evaluations: int = 8) -> Pa
     return folder
 
 
-def test_a_pilot_foretells_tau(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pilot_foretells_tau(told: Callable[..., str], tmp_path: Path) -> None:
     """The pilot that is named, else the recipe's own run, else nothing."""
 
     def line(*more: str) -> list[str]:
-        assert main(["plan", *words, "--output_dir", str(tmp_path / "own"), *more]) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("held-out tau")]
+        lines = told("--output_dir", str(tmp_path / "own"), *more).splitlines()
+        return [line for line in lines if line.startswith("held-out tau")]
 
     assert line() == []
     pilot = make_pilot(tmp_path / "pilot")
@@ -412,7 +400,7 @@ def sized(words: list[str], tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("more", [[], ["--features.source", "online", "--data.limit", "40000"]])
-def test_every_line_holds(sized: list[str], more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_line_holds(sized: list[str], more: list[str], told: Callable[..., str]) -> None:
     recipe = parse_recipe([*sized, *more])
     estimator = Estimator.of(recipe, find_device("a100"), {})
     made = estimator.estimate(recipe)
@@ -429,8 +417,7 @@ def test_every_line_holds(sized: list[str], more: list[str], capsys: pytest.Capt
         shares.append(saved)
     assert shares == sorted(shares, reverse=True)
     assert min(shares) >= LEAST_SHARE
-    assert main(["plan", *sized, *more, "--device", "a100"]) == 0
-    assert capsys.readouterr().out.splitlines()[-len(lines) :] == lines
+    assert told(*more, "--device", "a100", base=sized).splitlines()[-len(lines) :] == lines
 
 
 def test_what_the_user_said_of_texts_stays(sized: list[str]) -> None:

@@ -109,11 +109,7 @@ def test_both_are_compared_with_generate_on_its_own_prompts() -> None:
     plain = [[decoded(a, verify=6.0), decoded(b, verify=12.0)]]
     timings = {"": plain, "eagle3": drafted, GENERATE: [[Decoded([b], {"ttft": 1.0, "decode": 24.0})]]}
     m = summarize(system("eagle3"), Texts([text(a), text(b)]), turns_of(timings)).overall
-    assert (m.speedup, m.speedup_vs_generate, m.baseline_vs_generate) == (
-        pytest.approx(3),
-        pytest.approx(8),
-        pytest.approx(2),
-    )
+    assert (m.speedup, m.speedup_vs_generate, m.baseline_vs_generate) == pytest.approx((3, 8, 2))
 
 
 def test_drafted_tokens_are_not_told_where_drafts_end_by_their_own_tokens() -> None:
@@ -147,10 +143,8 @@ def test_intervals_and_sampling_error() -> None:
     assert bootstrap_tau([*pairs[:9], (0, 0)]) is None
     assert bootstrap_tau([]) is None
     assert sampling_error(texts, 2) == 0
-    off = [
-        Text(t.generation, t.decoded, [Tally(1, 3, 1.5, 2, t.decoded.accepted_K, t.decoded.reached_K)] * 2)
-        for t in texts
-    ]
+    parts = [(t, t.decoded) for t in texts]
+    off = [replace(t, simulated=[Tally(1, 3, 1.5, 2, d.accepted_K, d.reached_K)] * 2) for t, d in parts]
     rounds = sum(t.decoded.rounds for t in off)
     expected = 120 / rounds**2 * sum((t.decoded.rounds - 1.5) ** 2 for t in off) ** 0.5
     assert sampling_error(off, 2) == pytest.approx(expected)
@@ -181,9 +175,8 @@ def test_a_prompt_counts_once_however_many_answers_it_has() -> None:
     """Two answers of one prompt, 6 tokens in 1 round and 6 in 6: tau is 12/7, whereas the mean of both is 3.5."""
 
     def measured(*answers: Generation) -> Measures:
-        texts = [
-            Text(one, tally_generation(one, 5), [tally_generation(one, k + 1) for k in range(5)]) for one in answers
-        ]
+        tallies = [[tally_generation(one, k + 1) for k in range(5)] for one in answers]
+        texts = [Text(one, tally_K[4], tally_K) for one, tally_K in zip(answers, tallies, strict=True)]
         return summarized(texts, num_speculative_tokens=5, max_k=5).overall
 
     fast, slow = ([5], [0] * 6)
@@ -278,15 +271,8 @@ def test_planned_lengths_and_generate_take_turns_on_the_first_prompts_of_each_sl
             order.extend(request.sample_id for request in requests)
             return baseline.decode(requests, sampling)
 
-    taken = run_systems(
-        target,
-        [system("again")],
-        [requests, requests],
-        sampling,
-        batch=1,
-        picks=[pick, Watched(GENERATE, target)],
-    )
-    timings = taken.by_name
+    picks = [pick, Watched(GENERATE, target)]
+    timings = run_systems(target, [system("again")], [requests, requests], sampling, batch=1, picks=picks).by_name
     generate = timings[GENERATE]
     first = ["0", "2", "1", "3"]
     assert order == ["0", *first, *first], "a warm-up, then two prompts of each slice in each repeat"
@@ -300,19 +286,12 @@ def test_planned_lengths_and_generate_take_turns_on_the_first_prompts_of_each_sl
     assert found.spread is not None
     assert found.spread[0] <= found.speedup <= found.spread[1]
     assert found.tau_simulated == 1, "the target alone"
-    whole = measure_pick(target, replace(pick, name="again"), "again", timings, sampling, pick.name)
-    speeds = [
-        [d.generations[0] for d in repeat if d.generations[0].request.sample_id in first] for repeat in timings["again"]
-    ]
+    again = replace(pick, name="again")
+    whole = measure_pick(target, again, "again", timings, sampling, pick.name)
     assert whole.prompts == 4
-    assert [[g.request.sample_id for g in repeat] for repeat in speeds] == [first, first]
-    same = {
-        **timings,
-        "again": [[d for d in r if d.generations[0].request.sample_id in first] for r in timings["again"]],
-    }
-    assert whole == measure_pick(target, replace(pick, name="again"), "again", same, sampling), (
-        "on the prompts of the pick alone"
-    )
+    same = [[d for d in r if d.generations[0].request.sample_id in first] for r in timings["again"]]
+    alone = measure_pick(target, again, "again", {**timings, "again": same}, sampling)
+    assert whole == alone, "on the prompts of the pick alone"
 
 
 def test_rounds_and_first_tokens_are_those_of_a_continuous_batch() -> None:
@@ -383,9 +362,8 @@ def test_the_gap_is_that_of_the_logits_that_were_compared(target: Target) -> Non
     (alone,) = decode_batch(target, TargetAlone(), [request], penalized).generations
     (plain,) = decode_batch(target, TargetAlone(), [request], Sampling()).generations
     place = next(i for i, (a, b) in enumerate(zip(alone.output_ids, plain.output_ids, strict=True)) if a != b)
-    other = Generation(
-        request, [*alone.output_ids[:place], plain.output_ids[place], *alone.output_ids[place + 1 :]], "length"
-    )
+    ids = [*alone.output_ids[:place], plain.output_ids[place], *alone.output_ids[place + 1 :]]
+    other = Generation(request, ids, "length")
     tally = Tally.empty(1)
     gaps = []
     for setting in (penalized, Sampling()):

@@ -309,7 +309,7 @@ def test_a_tree_is_planned_and_timed_beside_the_same_one_with_other_levels(
     def cost(_: CostTable, __: CostPoint, name: str, k: int) -> RoundCost:
         return RoundCost(10.0, 1.0 + abs(k - 2) if name == "eagle3 three" else 50.0, 1.0)
 
-    monkeypatch.setattr("draftsmith.eval.planner.choice.round_cost", cost)
+    monkeypatch.setattr("draftsmith.stages.evaluator.round_cost", cost)
     drafts = json.dumps([{"tree": "chain"}, {"tree": str(tmp_path / "three.json")}])
     less = ["--evaluate.per_slice", "1", "--evaluate.repeats", "1", "--evaluate.lossless", "false"]
     command = ["evaluate", *words, *less, "--evaluate.drafts", drafts, "--output_dir", str(tmp_path / "run")]

@@ -96,6 +96,15 @@ def test_temperatures_where_it_is_slower_are_said() -> None:
     assert any("At temperature 1 it is slower than the target alone" in reason for reason in found.reasons)
 
 
+def test_the_verdict_and_the_rules_leave_it_off_from_one_batch_on() -> None:
+    """By the mean of the temperatures that pay: at the better one alone a batch of 10 would still pay."""
+    results = [result(0, {"overall": 0.6}), result(1, {"overall": 0.3})]
+    made = make_decision(results, table(batches=(1, 4, 7, 10, 16)), "costs.json")
+    assert made is not None
+    assert made.rules.by_batch[-1] == (8, 16, 0)
+    assert "From batch 10 on the target alone is as fast: see the table by batch." in made.verdict.reasons
+
+
 def test_a_slow_baseline_is_said() -> None:
     """1 GB at 200 GB/s takes 5 ms of a pass of 10 ms."""
     assert any("reaches 50% of the speed" in reason for reason in verdict(0.8).reasons)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.heads.layers.config import LAYER_KEYS
+from draftsmith.heads.layers.from_target import LAYER_KEYS
 from draftsmith.target.target import Target, TargetHead
 
 Piece = Tensor | slice

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from draftsmith.data.batch import Tokenized, TrainBatch, collate
 from draftsmith.data.features.extract import compute_features
+from draftsmith.heads.base import DraftHead, agree
 from draftsmith.target.target import Target
 
 # Lengths of the documents of each batch row; what is left of a row is padding.
@@ -44,3 +45,9 @@ def pack(
         torch.tensor(target.vocab_size).log()
     )  # in place of 0, at which padding would have a mass beyond all bounds
     return replace(batch, logsumexp=batch.logsumexp.masked_fill(batch.document < 0, some))
+
+
+def same_logits(a: DraftHead, b: DraftHead, target: Target) -> bool:
+    """Whether two heads train from the same logits, up to rounding."""
+    batch = pack(target, documents_of(target), a.reads.layer_ids)
+    return all(agree(x.logits, y.logits) for x, y in zip(a(batch, 3).steps, b(batch, 3).steps, strict=True))

@@ -79,27 +79,9 @@ class TunedTarget:
                 _add(self.layers, name.removeprefix("model."), module)
 
     def states(self, batch: TrainBatch) -> Tensor:
-        """Return the tuned target's post-final-norm states [B, L, H] of packed documents, zeros on padding, with gradient.
-
-        Documents are unpacked into padded rows, since what an architecture's own mask would need to keep them apart
-        differs; a token never sees the padding after it.
-        """
-        starts, lengths = _documents(batch.document)
-        ids, device = batch.ids.flatten(), batch.ids.device
-        positions, states = [], []
+        """Return the tuned target's post-final-norm states [B, L, H] of packed documents, see `read_documents`."""
         with self._draws(batch):
-            for group in plan_passes(lengths, batch.ids.numel()):
-                start_M1 = torch.tensor([[starts[i]] for i in group], device=device)
-                length_M1 = torch.tensor([[lengths[i]] for i in group], device=device)
-                step_n = torch.arange(lengths[group[0]], device=device)
-                real_Mn = step_n < length_M1
-                position_Mn = (start_M1 + step_n).where(real_Mn, start_M1)
-                output = self.decoder(input_ids=ids[position_Mn], use_cache=False)
-                positions.append(position_Mn[real_Mn])
-                states.append(output.last_hidden_state[real_Mn])
-        states_RH = torch.cat(states)
-        flat = states_RH.new_zeros(len(ids), states_RH.shape[-1]).index_copy(0, torch.cat(positions), states_RH)
-        return flat.view(*batch.ids.shape, -1)
+            return read_documents(self.decoder, batch)
 
     @contextmanager
     def _draws(self, batch: TrainBatch) -> Iterator[None]:
@@ -149,6 +131,29 @@ class TunedTarget:
         tensors = {name: x.detach().cpu().contiguous() for name, x in self.layers.state_dict().items()}
         held = [(name, list(x.shape), x.float().numpy().tobytes()) for name, x in sorted(tensors.items())]
         return fingerprint([self.target.fingerprint, self.spec.alpha / self.spec.rank, held])
+
+
+def read_documents(decoder: Any, batch: TrainBatch) -> Tensor:
+    """Return a decoder's post-final-norm states [B, L, H] of packed documents, zeros on padding, with gradient.
+
+    Documents are unpacked into padded rows, since what an architecture's own mask would need to keep them apart
+    differs; a token never sees the padding after it.
+    """
+    starts, lengths = _documents(batch.document)
+    ids, device = batch.ids.flatten(), batch.ids.device
+    positions, states = [], []
+    for group in plan_passes(lengths, batch.ids.numel()):
+        start_M1 = torch.tensor([[starts[i]] for i in group], device=device)
+        length_M1 = torch.tensor([[lengths[i]] for i in group], device=device)
+        step_n = torch.arange(lengths[group[0]], device=device)
+        real_Mn = step_n < length_M1
+        position_Mn = (start_M1 + step_n).where(real_Mn, start_M1)
+        output = decoder(input_ids=ids[position_Mn], use_cache=False)
+        positions.append(position_Mn[real_Mn])
+        states.append(output.last_hidden_state[real_Mn])
+    states_RH = torch.cat(states)
+    flat = states_RH.new_zeros(len(ids), states_RH.shape[-1]).index_copy(0, torch.cat(positions), states_RH)
+    return flat.view(*batch.ids.shape, -1)
 
 
 def view_of(model: nn.Module) -> Any:

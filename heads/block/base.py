@@ -15,7 +15,6 @@ projection are used, frozen. A layer is Qwen3's, with norms of queries and keys.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import ClassVar, Self, TypeVar
 
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.draft import DecodeState, Draft, NewTokens
 from draftsmith.decoder.sampling import SAMPLE, uniforms
 from draftsmith.heads.base import (
     DraftHead,
@@ -38,18 +38,15 @@ from draftsmith.heads.base import (
     layer_ids_of,
     shift_left,
 )
-from draftsmith.heads.block.options import BlockOptions, check_block
-from draftsmith.heads.layers.config import derive_layer_config
-from draftsmith.heads.layers.decoder_layer import EagleAttention, PlainLayer, Rotary, rotate
-from draftsmith.heads.layers.from_target import start_norm
+from draftsmith.heads.block import BlockOptions, check_block
+from draftsmith.heads.drafters import CachedDrafter
+from draftsmith.heads.layers.decoder_layer import CacheUpdate, EagleAttention, PlainLayer, Rotary, rotate
+from draftsmith.heads.layers.from_target import derive_layer_config, start_norm
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, steady_positions
 from draftsmith.target.tokens import choose_mask_token
-
-CacheUpdate = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""That of decoder_layer.py for all layers, by their number."""
 
 _CHUNK_BLOCKS = 512
 """Blocks that are filled in together where nothing is kept for a backward pass."""
@@ -207,7 +204,7 @@ class BlockHead(DraftHead):
         norm, [B, S, H]. mask: bool [B, 1, S, slots], True where a slot may look, None for everywhere."""
         x = self._embed(tokens)
         for number, layer in enumerate(self._layers()):
-            x = layer.decode(*layer.layer_input(x), rotation, partial(update, number), mask)
+            x = layer.decode(*layer.layer_input(x), rotation, update, mask, number)
         return self.norm(x)
 
     def _context_keys(self, batch: TrainBatch) -> list[tuple[Tensor, Tensor]]:
@@ -248,21 +245,42 @@ class BlockHead(DraftHead):
             yield layer
 
 
+class BlockDrafter(CachedDrafter):
+    """Fills in a block per round, of which at most `num_speculative_tokens` are proposed; subclasses draft from the states of its
+    slots."""
+
+    def most_entries(self) -> int:
+        """Return the size of a block."""
+        return self.head.options.block_size
+
+    def run(self, new_tokens: NewTokens) -> None:
+        self.head.read(new_tokens.aux_BnF, self.cache.rotation(), self.cache.write)
+
+    @torch.no_grad()
+    def propose(self, state: DecodeState) -> Draft:
+        """Append the new tokens, fill in a block, and propose at most as many of its tokens as a row may still emit."""
+        head, cache, size, rows = self.head, self.cache, self.head.options.block_size, len(state.root_B)
+        self.read(state.new_tokens, state.length_B, state.longest_before)
+        # A single row's block sees every slot in use, which takes no mask.
+        single = cache.stage(size, longest=state.longest).single
+        every = (rows, size, size)
+        mask = None if single else cache.tree_mask(state.root_B.new_ones(every, dtype=torch.bool), range(size))
+        states_BSH = head.fill(head.block_tokens(state.root_B), cache.rotation(), cache.write, mask)
+        depth = min(self.num_speculative_tokens, state.tokens_left)
+        return self.draft(state, states_BSH[:, head.first_slot : head.first_slot + depth])
+
+    def draft(self, state: DecodeState, states_BKH: Tensor) -> Draft:
+        """Turn the states [B, K, H] of the slots that draft into a draft of K tokens."""
+        raise NotImplementedError
+
+
 Head = TypeVar("Head", bound=BlockHead)
 
 
 def sample_rows(batch: TrainBatch, rows_BL: Tensor, count: int) -> Tensor:
     """Return [B, L] bool: `count` of each document's marked rows (all of them, if there are fewer), drawn by the seed of
     the document and the position of the row alone."""
-    marked_n = rows_BL.flatten().nonzero().flatten()
-    line_BL = torch.arange(len(rows_BL), device=rows_BL.device)[:, None]
-    document_n = (batch.document + line_BL * (batch.document.max() + 1)).flatten()[marked_n]
-    seeds_n, position_n = (x.flatten()[marked_n] for x in (batch.seeds, batch.position))
-    drawn_n = uniforms(seeds_n, position_n, SAMPLE, 1)[:, 0]
-    order_n = drawn_n.argsort(stable=True)
-    order_n = order_n[document_n[order_n].argsort(stable=True)]
-    sorted_n = document_n[order_n]
-    rank_n = torch.arange(len(sorted_n), device=sorted_n.device) - torch.searchsorted(sorted_n, sorted_n)
-    chosen = torch.zeros(rows_BL.numel(), dtype=torch.bool, device=rows_BL.device)
-    chosen[marked_n[order_n[rank_n < count]]] = True
-    return chosen.view_as(rows_BL)
+    plan = plan_rows(batch.document, rows_BL)
+    seeds_R, position_R = (x.flatten()[plan.rows] for x in (batch.seeds, batch.position))
+    rank_R = plan.ranks(uniforms(seeds_R, position_R, SAMPLE, 1)[:, 0])
+    return torch.zeros_like(rows_BL).flatten().index_fill(0, plan.rows[rank_R < count], True).view_as(rows_BL)

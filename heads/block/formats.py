@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.heads.block import check_block
 from draftsmith.heads.block.base import Head
-from draftsmith.heads.block.options import check_block
 from draftsmith.heads.checkpoint import EMBEDDING, fill
 from draftsmith.heads.files import explain_config, read_config, read_weights
 from draftsmith.heads.formats.engines import LLAMA_CPP_SILENT, start_llama_cpp

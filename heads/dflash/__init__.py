@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from draftsmith.heads.block.options import BlockOptions
+from draftsmith.heads.block import BlockOptions
 from draftsmith.heads.registry import Method
 
 
@@ -14,7 +14,7 @@ class DFlashOptions(BlockOptions):
 METHOD = Method(
     __name__,
     options=":DFlashOptions",
-    drafter="draftsmith.heads.block.drafter:DFlashDrafter",
+    drafter="head:DFlashDrafter",
     formats="formats",
     trees=frozenset({"static", "drawn"}),
 )

@@ -3,7 +3,7 @@
 Chen et al., "DFlash: Block Diffusion for Flash Speculative Decoding" (2026); served by vLLM's `qwen3_dflash.py` and
 llama.cpp's draft-dflash.
 
-Shapes: R_k rows of step k, H hidden, W draft vocab. Slot k + 1 of row t's block is at the position of x_{t+2+k}, which it
+Shapes: R_k rows of step k, B rows and K tokens of a draft, H hidden, W draft vocab. Slot k + 1 of row t's block is at the position of x_{t+2+k}, which it
 predicts; slot 0 holds the root and predicts nothing. Blocks and layers are those of heads/block/base.py.
 """
 
@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.heads.base import StepOutput
-from draftsmith.heads.block.base import BlockHead
+from draftsmith.heads.block.base import BlockDrafter, BlockHead
 from draftsmith.heads.dflash import DFlashOptions
 
 
@@ -34,6 +35,15 @@ class DFlashHead(BlockHead):
             ]
         logits = self.logits(torch.cat([*states])).split([len(x) for x in rows])
         return [StepOutput(k, at, logits_k) for k, (at, logits_k) in enumerate(zip(rows, logits, strict=True))]
+
+
+class DFlashDrafter(BlockDrafter):
+    """Drafts a chain, token k drawn from slot k under the target's sampling settings, or a static tree of the most
+    likely tokens of each slot, or (drawn) of tokens sampled from it without replacement."""
+
+    def draft(self, state: DecodeState, states_BKH: Tensor) -> Draft:
+        """Turn the states of the slots that draft into a chain or a tree."""
+        return self.draft_all(state, self.head.logits(states_BKH))
 
 
 build, load = DFlashHead.build, DFlashHead.load

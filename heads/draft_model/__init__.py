@@ -54,6 +54,6 @@ class DraftLmOptions:
 METHOD = Method(
     __name__,
     options=":DraftLmOptions",
-    drafter="drafter:DraftLmDrafter",
+    drafter="head:DraftLmDrafter",
     formats="formats",
 )

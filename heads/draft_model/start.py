@@ -15,7 +15,7 @@ from draftsmith.data.conversations.templates import read_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.heads.draft_model import SIZES, DraftLmOptions
 from draftsmith.heads.formats.recognise import is_head_config
-from draftsmith.heads.layers.config import LAYER_KEYS, LONGEST_CONTEXT, check_heads, rope_parameters
+from draftsmith.heads.layers.from_target import LAYER_KEYS, LONGEST_CONTEXT, check_heads, rope_parameters
 from draftsmith.target.folder import hash_tokenizer
 from draftsmith.target.pretrained import load_config, open_model
 from draftsmith.target.target import Target

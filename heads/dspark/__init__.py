@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from draftsmith.fields import WIDTH, within
-from draftsmith.heads.block.options import BlockOptions
+from draftsmith.heads.block import BlockOptions
 from draftsmith.heads.registry import Method
 
 
@@ -23,6 +23,6 @@ class DSparkOptions(BlockOptions):
 METHOD = Method(
     __name__,
     options=":DSparkOptions",
-    drafter="drafter:DSparkDrafter",
+    drafter="head:DSparkDrafter",
     formats="formats",
 )

@@ -2,14 +2,19 @@
 
 DeepSeek, "DSpark" (2026); served by vLLM's `qwen3_dspark.py` and llama.cpp's draft-dspark.
 
-Shapes: R_k rows of step k, H hidden, W draft vocab, r rank, S slots. Slot k of row t's block is at the position of
+Shapes: R_k rows of step k, B rows and K tokens of a draft, H hidden, W draft vocab, r rank, S slots. Slot k of row t's block is at the position of
 x_{t+1+k} and predicts x_{t+2+k}: slot 0 holds the root, so a block of S slots drafts S tokens. The token before adds a
 bias W2 E1[x_{t+1+k}] of low rank to the slot's logits: in training the text's, in drafting the one just drafted.
+
+A draft survives slot k if its tokens up to k are all accepted. The head predicts that chance as a product: the calibrated
+confidences of slots 0 to k. Slots are fitted in order: slot k's temperature is the one for which the product predicts best
+whether drafts survived. For one slot this is temperature scaling (Guo et al., "On Calibration of Modern Neural Networks",
+2017). There M are rows, n those that have a slot; NaN stands where a row has no such slot.
 """
 
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -17,10 +22,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.draft import DecodeState, Draft
+from draftsmith.decoder.growth import chain_token_by_token
 from draftsmith.heads.base import HeadOutput, StepOutput, shift_left
-from draftsmith.heads.block.base import BlockHead
+from draftsmith.heads.block.base import BlockDrafter, BlockHead
 from draftsmith.heads.dspark import DSparkOptions
-from draftsmith.heads.dspark.calibration import calibrate
+
+_BINS = 15
+_RANGE = (0.05, 20.0)
+_GOLDEN = (5**0.5 - 1) / 2
 
 
 class MarkovHead(nn.Module):
@@ -130,6 +140,117 @@ class DSparkHead(BlockHead):
         fitted = calibrate(torch.cat(log_odds), torch.cat(accepted), torch.cat(halves))
         self.temperatures.copy_(torch.tensor(fitted.temperatures))
         return asdict(fitted)
+
+
+class DSparkDrafter(BlockDrafter):
+    """Drafts a chain from left to right, which ends early where the head's threshold says so.
+
+    Whether a token is proposed depends on those before it, never on itself: the distribution of what is emitted stays
+    the target's.
+    """
+
+    head: DSparkHead
+
+    def draft(self, state: DecodeState, states_BKH: Tensor) -> Draft:
+        """Turn the states of the slots that draft into a chain."""
+        head, depth = self.head, states_BKH.shape[1]
+        base_BKW = head.logits(states_BKH)
+        survival: list[Tensor] = []
+
+        def next_logits(k: int, before_B: Tensor) -> Tensor:
+            before_Br = head.markov_head.markov_w1(before_B)
+            if head.threshold is not None:
+                survival.append(head.calibrated(k, head.log_odds(states_BKH[:, k], before_Br)))
+            return base_BKW[:, k] + head.bias(before_Br)
+
+        draft = chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=head.draft_vocab)
+        if head.threshold is None:
+            return draft
+        lasting_BK = torch.stack(survival, 1).cumprod(1) >= head.threshold
+        # The root is counted, too.
+        return replace(draft, nodes_B=torch.minimum(draft.nodes_B, 1 + lasting_BK.int().cumprod(1).sum(1)))
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """What the fit gave, a number per slot.
+
+    temperatures: what log-odds are divided by. before, after: the expected calibration error of the survival, uncalibrated and
+    calibrated; for `after` each half of the texts has the temperatures fitted on the other half. rows: how many rows were fitted.
+    """
+
+    temperatures: list[float]
+    before: list[float]
+    after: list[float]
+    rows: list[int]
+
+
+def calibrate(log_odds_MS: Tensor, accepted_MS: Tensor, half_M: Tensor) -> Calibrated:
+    """Fit the temperatures and measure the errors.
+
+    log_odds_MS: that a slot's token is accepted, given that those before it are. accepted_MS: the chance that it was, on the text.
+    half_M: bool, which half of the texts a row belongs to.
+    """
+    log_odds_MS, accepted_MS = log_odds_MS.double().cpu(), accepted_MS.double().cpu()
+    half_M, ones = half_M.cpu(), torch.ones(log_odds_MS.shape[1], dtype=torch.float64)
+    survived_MS = accepted_MS.cumprod(1)
+    heldout_MS = torch.full_like(log_odds_MS, torch.nan)
+    for fitted_M in (half_M, ~half_M):
+        temperatures_S = fit_temperatures(log_odds_MS[fitted_M], accepted_MS[fitted_M])
+        heldout_MS[~fitted_M] = survival(log_odds_MS[~fitted_M], temperatures_S)
+    return Calibrated(
+        fit_temperatures(log_odds_MS, accepted_MS).tolist(),
+        _errors(survival(log_odds_MS, ones), survived_MS),
+        _errors(heldout_MS, survived_MS),
+        (~(log_odds_MS + accepted_MS).isnan()).sum(0).tolist(),
+    )
+
+
+def survival(log_odds_MS: Tensor, temperatures_S: Tensor) -> Tensor:
+    """Return [M, S]: the predicted chance that the draft survives each slot."""
+    return torch.sigmoid(log_odds_MS / temperatures_S).cumprod(1)
+
+
+def fit_temperatures(log_odds_MS: Tensor, accepted_MS: Tensor) -> Tensor:
+    """Return the temperatures [S], fitted in order. A slot without rows keeps 1."""
+    survived_MS = accepted_MS.cumprod(1)
+    temperatures_S = torch.ones(log_odds_MS.shape[1], dtype=torch.float64)
+    reached_M = torch.ones(len(log_odds_MS), dtype=torch.float64)
+    for k in range(len(temperatures_S)):
+        here_M = ~(log_odds_MS[:, k] + survived_MS[:, k]).isnan()
+        if bool(here_M.any()):
+            temperatures_S[k] = _fit(log_odds_MS[here_M, k], reached_M[here_M], survived_MS[here_M, k])
+        reached_M = reached_M * torch.sigmoid(log_odds_MS[:, k] / temperatures_S[k])
+    return temperatures_S
+
+
+def expected_calibration_error(chance_n: Tensor, outcome_n: Tensor) -> float:
+    """Return how far predicted chances are from outcomes: the mean over bins of equal width, weighted by their sizes."""
+    bin_n = (chance_n * _BINS).long().clamp(max=_BINS - 1)
+    gap = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bin_n, chance_n - outcome_n)
+    return float(gap.abs().sum() / max(len(chance_n), 1))
+
+
+def _errors(chance_MS: Tensor, survived_MS: Tensor) -> list[float]:
+    errors = []
+    for chance_M, survived_M in zip(chance_MS.T, survived_MS.T, strict=True):
+        here_M = ~(chance_M + survived_M).isnan()
+        errors.append(expected_calibration_error(chance_M[here_M], survived_M[here_M]))
+    return errors
+
+
+def _fit(log_odds_n: Tensor, reached_n: Tensor, survived_n: Tensor) -> float:
+    """Return the temperature with the least cross-entropy, by golden-section search over its logarithm."""
+
+    def loss(log_temperature: Tensor) -> float:
+        chance_n = (reached_n * torch.sigmoid(log_odds_n / log_temperature.exp())).clamp(1e-12, 1 - 1e-12)
+        return float(-(survived_n * chance_n.log() + (1 - survived_n) * (1 - chance_n).log()).mean())
+
+    low, high = torch.tensor(_RANGE, dtype=torch.float64).log()
+    while float(high - low) > 1e-4:
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        low, high = (low, right) if loss(left) <= loss(right) else (left, high)
+    return float(((low + high) / 2).exp())
 
 
 build, load = DSparkHead.build, DSparkHead.load

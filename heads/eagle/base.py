@@ -10,8 +10,7 @@ t (the context keys), which are made of the target's states as in decoding, and 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
-from functools import partial, reduce
+from functools import reduce
 from itertools import islice
 
 import torch
@@ -20,11 +19,9 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, shift_left
-from draftsmith.heads.layers.decoder_layer import EagleLayer, PlainLayer, Rotary
+from draftsmith.heads.layers.decoder_layer import CacheUpdate, EagleLayer, PlainLayer, Rotary
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
-
-CacheUpdate = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class EagleHead(DraftHead):
@@ -99,27 +96,20 @@ class EagleHead(DraftHead):
         return passing.first(*self.layer_input(self._embed(tokens_BL.flatten()[rows]), hidden_BLH.flatten(0, 1)[rows]))
 
     def layer(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        position_ids: Tensor,
-        update: CacheUpdate,
-        mask: Tensor | None,
-        rotation: tuple[Tensor, Tensor] | None = None,
+        self, tokens: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate, mask: Tensor | None
     ) -> Tensor:
-        """One decoding call: tokens [B, n] (x_{i+1} of row i), hidden [B, n, H], position_ids [B, n] (i) -> [B, n, H].
+        """One decoding call: tokens [B, n] (x_{i+1} of row i), hidden [B, n, H], cosines and sines [B, n, D] of the positions i ->
+        [B, n, H].
 
         update(i, k [B, G, n, D], v) stores this call's keys and values of layer i and returns all of them, [B, G, S, D]
-        each. mask: bool [B, 1, n, S], True where a row may look, or None for everywhere. rotation: cosines and sines
-        [B, n, D] of the positions, where the caller has them. The result is the last layer's output before any final norm:
-        pass it to `logits` and to `feedback`.
+        each. mask: bool [B, 1, n, S], True where a row may look, or None for everywhere. The result is the last layer's output
+        before any final norm: pass it to `logits` and to `feedback`.
         """
         first, above = self.stack
         x, residual = self.layer_input(self._embed(tokens), hidden)
-        rotation = self.rotary_emb(x, position_ids) if rotation is None else rotation
-        out = first.decode(x, residual, rotation, partial(update, 0), mask)
+        out = first.decode(x, residual, rotation, update, mask)
         for number, layer in enumerate(above, 1):
-            out = layer.decode(*layer.layer_input(out), rotation, partial(update, number), mask)
+            out = layer.decode(*layer.layer_input(out), rotation, update, mask, number)
         return out
 
     @property

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import EMBEDDING, fill
+from draftsmith.heads.eagle import DraftShape
 from draftsmith.heads.eagle.fused import FusedHead
-from draftsmith.heads.eagle.options import DraftShape
 from draftsmith.heads.files import CONFIG, explain_config, read_config, read_weights
 from draftsmith.heads.formats.published import check_sizes, read_layer, take_vocab, tidy, vocab_offsets
 from draftsmith.heads.formats.schema import (

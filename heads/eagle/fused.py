@@ -16,11 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.errors import UserError
 from draftsmith.heads.base import Drafts, Reads, Trains, layer_ids_of
+from draftsmith.heads.eagle import DraftShape
 from draftsmith.heads.eagle.base import EagleHead
-from draftsmith.heads.eagle.options import DraftShape
-from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, PlainLayer, Rotary
-from draftsmith.heads.layers.from_target import start_norm
+from draftsmith.heads.layers.from_target import derive_layer_config, start_norm
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.pretrained import probe_ids
 from draftsmith.target.target import Target, steady_positions
@@ -57,8 +56,6 @@ class FusedHead(EagleHead):
         self.trains = Trains(options.steps)
         # A longer draft would lose sight of its own root.
         self.drafts = Drafts(self.window)
-        self.num_kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = config.head_dim
         # Embeddings to train are a copy: the target must not learn with the head.
         own = options.train_embeddings
         if self.shares_width(Ht):

@@ -25,9 +25,8 @@ from draftsmith.decoder.sampling import NOISE, uniforms
 from draftsmith.heads.base import Reads, ScaledHead, Trains
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle1 import Eagle1Options
-from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, Rotary
-from draftsmith.heads.layers.from_target import embedding_scale
+from draftsmith.heads.layers.from_target import derive_layer_config, embedding_scale
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, steady_positions
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from draftsmith.fields import STEPS
-from draftsmith.heads.eagle.options import DraftShape
+from draftsmith.heads.eagle import DraftShape
 from draftsmith.heads.registry import Method
 
 

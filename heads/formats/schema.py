@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.heads.files import WEIGHTS
-from draftsmith.heads.layers.config import LAYER_KEYS
+from draftsmith.heads.layers.from_target import LAYER_KEYS
 from draftsmith.target.target import Target
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

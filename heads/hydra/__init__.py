@@ -59,7 +59,7 @@ class HydraOptions:
 METHOD = Method(
     __name__,
     options=":HydraOptions",
-    drafter="drafter:HydraDrafter",
+    drafter="head:HydraDrafter",
     formats="formats",
     trees=frozenset({"static", "drawn"}),
 )

@@ -35,8 +35,7 @@ from draftsmith.heads.formats.schema import (
 )
 from draftsmith.heads.hydra import HydraOptions
 from draftsmith.heads.hydra.head import HydraHead
-from draftsmith.heads.layers.config import derive_layer_config
-from draftsmith.heads.layers.from_target import fold
+from draftsmith.heads.layers.from_target import derive_layer_config, fold
 from draftsmith.target.target import Target
 
 PREFIX = "prefix_embeding_layer."  # sic

@@ -2,7 +2,7 @@
 
 Ankner et al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding" (2024), sections 3 and 4.
 
-Shapes: B batch rows, L tokens, n tokens of one decoding call, R needed rows (flat b*L+t), H target hidden, V target vocab;
+Shapes: B batch rows, L tokens, n new tokens and m nodes of one decoding call, R needed rows (flat b*L+t), H target hidden, V target vocab;
 C the width of what a head reads, (i + 2) * H for head i.
 
 Row t has the target's post-final-norm state y_t (or what the prefix layer makes of the states up to it) and the token
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.draft import DecodeState, Draft, NewTokens
+from draftsmith.decoder.growth import Level, chain_token_by_token
 from draftsmith.decoder.sampling import DROP, kept
 from draftsmith.errors import UserError
 from draftsmith.heads.base import (
@@ -31,10 +33,10 @@ from draftsmith.heads.base import (
     iterate_supervised_rows,
     shift_left,
 )
+from draftsmith.heads.drafters import CachedDrafter, grow_tree
 from draftsmith.heads.hydra import HydraOptions
-from draftsmith.heads.layers.config import derive_layer_config
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, PlainLayer, Rotary
-from draftsmith.heads.layers.from_target import embedding_scale, sizes
+from draftsmith.heads.layers.from_target import derive_layer_config, embedding_scale, sizes
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
 from draftsmith.target.kernels import RMSNorm
@@ -110,10 +112,11 @@ class PrefixLayer(nn.Module):
         passing.context_keys(*given)
         return self.norm(passing.first(*(x.flatten(0, 1)[plan.rows] for x in given)))
 
-    def step(self, last_BnH: Tensor, position_Bn: Tensor, update: CacheUpdate, mask: Tensor | None) -> Tensor:
+    def step(
+        self, last_BnH: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate, mask: Tensor | None
+    ) -> Tensor:
         """Return the outputs [B, n, H] of new states; see `EagleLayer.decode`."""
         last_BnH = last_BnH.to(self._layer.self_attn.q_proj.weight.dtype)
-        rotation = self.rotary_emb(last_BnH, position_Bn)
         return self.norm(self._layer.decode(*self._layer.layer_input(last_BnH), rotation, update, mask))
 
     @property
@@ -228,6 +231,49 @@ class HydraHead(ScaledHead):
     def dtype(self) -> torch.dtype:
         """That of the trained weights; the target's embedding may have another."""
         return self.blocks(0)[0].linear.weight.dtype
+
+
+class HydraDrafter(CachedDrafter):
+    """Drafts a chain, token k drawn from head k under the target's sampling settings, or a static tree of the most
+    likely tokens of each head given the path to them, or (drawn) of tokens sampled from it without replacement.
+
+    The heads keep nothing between two rounds. The prefix layer's cache is of states that the target has computed, so no draft
+    ever enters it.
+    """
+
+    head: HydraHead
+
+    @property
+    def layered(self) -> PrefixLayer | None:
+        """The prefix layer, if there is one."""
+        return self.head.prefix_embedding_layer
+
+    def run(self, new_tokens: NewTokens) -> Tensor:
+        cache, prefix = self.cache, self.layered
+        assert prefix is not None
+        return prefix.step(new_tokens.last_BnD, cache.rotation(), cache.write, cache.chain_mask())
+
+    @torch.no_grad()
+    def propose(self, state: DecodeState) -> Draft:
+        """Run the new states, then draft at most as many tokens as a row may still emit."""
+        depth, new_tokens = min(self.num_speculative_tokens, state.tokens_left), state.new_tokens
+        layered = self.cache is not None
+        path_BC = self.read_last(state) if layered else new_tokens.at_last(new_tokens.last_BnD).to(self.head.dtype)
+        if self.tree is None:
+            return self._chain(state, path_BC, depth)
+        path_BC = self.head.extend(path_BC, state.root_B)
+        return grow_tree(state, path_BC, self.head, self.tree, depth, self.head.logits, self._extend, drawn=self.drawn)
+
+    def _chain(self, state: DecodeState, path_BC: Tensor, depth: int) -> Draft:
+        def next_logits(k: int, tokens_B: Tensor) -> Tensor:
+            nonlocal path_BC
+            path_BC = self.head.extend(path_BC, tokens_B)
+            return self.head.logits(k, path_BC)
+
+        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts)
+
+    def _extend(self, step: int, level: Level, path_BmC: Tensor, tokens_Bm: Tensor) -> Tensor:
+        return self.head.extend(path_BmC[:, level.parent_n[level.inner_m]], tokens_Bm)
 
 
 def build(options: HydraOptions, target: Target, draft_vocab: Tensor | None) -> HydraHead:

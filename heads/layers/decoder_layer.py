@@ -65,8 +65,8 @@ def _repeats(q: Tensor) -> bool:
     return q.device.type == "cuda"
 
 
-CacheUpdate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""New keys and values [B, G, n, D] of a layer, which it stores -> all of them, [B, G, slots, D] each."""
+CacheUpdate = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The number of a layer, and its new keys and values [B, G, n, D], which it stores -> all of them, [B, G, slots, D] each."""
 
 
 class EagleAttention(nn.Module):
@@ -123,17 +123,23 @@ class EagleLayer(nn.Module):
         return residual + self.mlp(self.post_attention_layernorm(residual))
 
     def decode(
-        self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate, mask: Tensor | None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        update: CacheUpdate,
+        mask: Tensor | None,
+        number: int = 0,
     ) -> Tensor:
         """Run a decoding call: the attention's input [B, n, width] and the residual [B, n, H] -> the layer's output [B, n, H].
 
         rotation: cosines and sines [B, n, D] of the positions. mask: bool [B, 1, n, slots], True where a row may look, None for
-        everywhere.
+        everywhere. number: the layer's.
         """
         qk, v = self.self_attn.together(x)
         qk, v = rotate(qk, *rotation).transpose(1, 2), v.transpose(1, 2)
         q, k = qk.split((qk.shape[1] - v.shape[1], v.shape[1]), 1)
-        return self.layer_output(attend(q, *update(k, v), mask).transpose(1, 2), residual)
+        return self.layer_output(attend(q, *update(number, k, v), mask).transpose(1, 2), residual)
 
 
 class PlainLayer(EagleLayer):

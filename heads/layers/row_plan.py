@@ -58,6 +58,15 @@ class RowPlan:
         """Return the plan in which the same rows see no more than `window` tokens."""
         return self if window == self.window else replace(self, window=window)
 
+    def ranks(self, key_R: Tensor) -> Tensor:
+        """Return [R]: the place of each query row in the ascending order of its document's keys."""
+        number_R = self.documents.flatten()[self.rows]
+        order = key_R.argsort(stable=True)
+        order = order[number_R[order].argsort(stable=True)]
+        place_R = torch.empty_like(order)
+        place_R[order] = torch.arange(len(order), device=order.device)
+        return place_R - torch.searchsorted(number_R, number_R)
+
     @cached_property
     def context(self) -> "RowPlan":
         """The plan in which every token that a query row may see is a query row."""

@@ -26,7 +26,7 @@ class MedusaOptions:
 METHOD = Method(
     __name__,
     options=":MedusaOptions",
-    drafter="drafter:MedusaDrafter",
+    drafter="head:MedusaDrafter",
     formats="formats",
     trees=frozenset({"static", "drawn"}),
     launcher="medusa.py",

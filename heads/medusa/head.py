@@ -3,7 +3,7 @@
 Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads" (2024), section 2.1;
 trained with the target frozen it is the paper's Medusa-1 (section 2.2.1).
 
-Shapes: B batch rows, L tokens, R needed rows (flat b*L+t), H target hidden, V target vocab.
+Shapes: B batch rows, L tokens, R needed rows (flat b*L+t), H target hidden, V target vocab, K heads used.
 
 Head i of row t sees y_t, the target's post-final-norm state, and predicts x_{t+2+i}: the target's own head gives
 x_{t+1}, so heads and steps of other drafters count alike.
@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows
+from draftsmith.heads.drafters import HeadDrafter
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.target.target import Target
 
@@ -94,6 +96,25 @@ class MedusaHead(DraftHead):
         for lm_head in head.lm_heads:
             lm_head.weight = nn.Parameter(target.head.weight.detach().float() * target.head.scale)
         return head
+
+
+class MedusaDrafter(HeadDrafter):
+    """Drafts a chain, token k drawn from head k under the target's sampling settings, or a static tree of the most
+    likely tokens of each head, or (drawn) of tokens sampled from it without replacement.
+
+    All heads read the target's state at the last token, so a round is one pass and keeps nothing.
+    """
+
+    name = "medusa"
+    head: MedusaHead
+
+    @torch.no_grad()
+    def propose(self, state: DecodeState) -> Draft:
+        """Draft at most as many tokens as a row may still emit."""
+        depth = min(self.num_speculative_tokens, state.tokens_left)
+        last_BH = state.new_tokens.at_last(state.new_tokens.last_BnD)
+        logits_BKV = torch.stack([self.head.logits(k, last_BH) for k in range(depth)], 1)
+        return self.draft_all(state, logits_BKV)
 
 
 build, load = MedusaHead.build, MedusaHead.load

@@ -41,7 +41,7 @@ class Medusa2Options(MedusaOptions):
 METHOD = Method(
     __name__,
     options=":Medusa2Options",
-    drafter="draftsmith.heads.medusa.drafter:MedusaDrafter",
+    drafter="draftsmith.heads.medusa.head:MedusaDrafter",
     trees=frozenset({"static", "drawn"}),
     served_as="medusa",
     launcher="medusa.py",

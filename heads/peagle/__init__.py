@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from draftsmith.errors import UserError
 from draftsmith.fields import LAYERS, TOKEN_ID, within
-from draftsmith.heads.eagle.options import DraftShape
+from draftsmith.heads.eagle import DraftShape
 from draftsmith.heads.registry import Method
 
 
@@ -45,7 +45,7 @@ class PEagleOptions(DraftShape):
 METHOD = Method(
     __name__,
     options=":PEagleOptions",
-    drafter="drafter:PEagleDrafter",
+    drafter="head:PEagleDrafter",
     formats="formats",
     trees=frozenset({"static", "drawn"}),
 )

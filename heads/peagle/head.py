@@ -3,7 +3,8 @@
 Hui et al., "P-EAGLE: Parallel-Drafting EAGLE with Scalable Training" (2026); what a row sees and where it stands follow
 vLLM's `parallel_drafting` and the package speculators.
 
-Shapes: B batch rows, L tokens, R rows of one depth (flat b*L+t), U rows of depth 0, H draft hidden, Ht target hidden, A aux layers.
+Shapes: B batch rows, L tokens, R rows of one depth (flat b*L+t), U rows of depth 0, n entries of one decoding call, H draft hidden, Ht
+target hidden, A aux layers.
 
 Depth d of row t predicts x_{t+2+d} and stands at RoPE position t+d. Depth 0 reads x_{t+1} and the target's streams of
 position t, as EAGLE-3 does; deeper ones read the embedding of a mask token and learnt streams in their place, so that
@@ -19,12 +20,15 @@ from itertools import islice
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, numbers
 from draftsmith.decoder.sampling import SAMPLE, uniforms
 from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows
+from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.eagle.fused import FusedHead
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
@@ -128,19 +132,50 @@ def sample_depths(batch: TrainBatch, masks: Iterator[Tensor], options: PEagleOpt
         pool_U = kept_U & next(masks).flatten()[plan.rows]
         share = max(options.keep**depth, options.keep_min)
         wanted_D = ((count_D - depth).clamp(min=0).double() * share).long()
-        rank_U = _ranks(number_U, torch.where(pool_U, uniform_US[:, depth], 2.0), count_D)
+        rank_U = plan.ranks(torch.where(pool_U, uniform_US[:, depth], 2.0))
         kept_U = pool_U & (rank_U < wanted_D[number_U])
         yield torch.zeros_like(first_BL).flatten().index_fill(0, plan.rows[kept_U], True).view_as(first_BL)
 
 
-def _ranks(number_U: Tensor, key_U: Tensor, count_D: Tensor) -> Tensor:
-    """Return each row's place in the ascending order of the keys of its document; number_U is ascending."""
-    order = key_U.argsort(stable=True)
-    order = order[number_U[order].argsort(stable=True)]
-    start_D = count_D.cumsum(0) - count_D
-    place_U = torch.empty_like(order)
-    place_U[order] = torch.arange(len(order), device=order.device)
-    return place_U - start_D[number_U]
+class PEagleDrafter(EagleDrafter):
+    """Drafts a chain, token k from the distribution of depth k, or a static tree of the most likely tokens of each
+    depth, or (drawn) of tokens sampled from it without replacement. greedy_drafts: a chain of argmaxes at every
+    temperature.
+
+    One pass per round runs the new tokens and, right behind the last one, a mask entry for each further draft token.
+    """
+
+    head: PEagleHead
+
+    @torch.no_grad()
+    def start(self, rows: int, capacity: int) -> None:
+        """Allocate the cache of the head's layers, and fuse the streams of mask entries."""
+        super().start(rows, capacity)
+        self._mask_hidden_1H = self.head.mask_inputs()[1]
+
+    def most_entries(self) -> int:
+        """Return the most entries behind the cached ones: mask entries and as many of padding."""
+        return 2 * self.num_speculative_tokens
+
+    @torch.no_grad()
+    def propose(self, state: DecodeState) -> Draft:
+        """Run the new tokens and the mask entries, and draft at most as many tokens as a row may still emit."""
+        depth, new_tokens = min(self.num_speculative_tokens, state.tokens_left), state.new_tokens
+        out_BnH = self.read(new_tokens, state.length_B, state.longest_before, more=depth - 1)
+        row_B1 = numbers(0, len(out_BnH), out_BnH.device)[:, None]
+        last_B1 = (new_tokens.count_B - 1).clamp(min=0)[:, None]
+        return self.draft_all(state, self.head.logits(out_BnH[row_B1, last_B1 + numbers(0, depth, out_BnH.device)]))
+
+    def run(self, new_tokens: NewTokens) -> Tensor:
+        mask, total = self.head.options.mask_token_id, self.cache.staged.count
+        assert mask is not None
+        more = total - new_tokens.tokens_Bn.shape[1]
+        real_Bn = numbers(0, total, new_tokens.count_B.device) < new_tokens.count_B[:, None]
+        tokens_Bn = F.pad(new_tokens.tokens_Bn, (0, more)).masked_fill(~real_Bn, mask)
+        hidden_BnH = F.pad(self.head.initial_hidden(new_tokens.aux_BnF, new_tokens.last_BnD), (0, 0, 0, more))
+        hidden_BnH = torch.where(real_Bn[..., None], hidden_BnH, self._mask_hidden_1H)
+        cache = self.cache
+        return self.head.layer(tokens_Bn, hidden_BnH, cache.rotation(), cache.write, cache.chain_mask())
 
 
 build, load = PEagleHead.build, PEagleHead.load

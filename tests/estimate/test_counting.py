@@ -18,12 +18,12 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.block import base as block_base
 from draftsmith.heads.dflash import DFlashOptions
 from draftsmith.heads.draft_model import DraftLmOptions
-from draftsmith.heads.draft_model import head as draft_lm
 from draftsmith.heads.dspark import DSparkOptions
 from draftsmith.heads.eagle1 import Eagle1Options
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.hydra import HydraOptions
-from draftsmith.heads.layers import causal_kernels, training_pass
+from draftsmith.heads.layers import training_pass
+from draftsmith.heads.layers import ttt_attention as kernels
 from draftsmith.heads.layers.ttt_attention import merged_attention
 from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.head_loss import head_loss
@@ -96,7 +96,7 @@ def target() -> Target:
 @pytest.fixture(autouse=True)
 def _attention_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the flash kernel run in bf16, as on a GPU; a CPU's can do that, but the head prefers fp32 there."""
-    forward, backward = causal_kernels._cpu_forward, causal_kernels._cpu_backward
+    forward, backward = kernels._cpu_forward, kernels._cpu_backward
 
     def narrow(q: Any, *rest: Any, **options: Any) -> Any:
         out, lse = forward(q, *rest, **options)
@@ -108,11 +108,10 @@ def _attention_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def attention(q: Any, *rest: Any) -> Any:
         return merged_attention(q, *(x.to(q.dtype) for x in rest[:4]), *rest[4:])
 
-    monkeypatch.setattr(causal_kernels, "_cpu_forward", narrow)
-    monkeypatch.setattr(causal_kernels, "_cpu_backward", wide)
+    monkeypatch.setattr(kernels, "_cpu_forward", narrow)
+    monkeypatch.setattr(kernels, "_cpu_backward", wide)
     monkeypatch.setattr(training_pass, "ttt_attention", attention)
     monkeypatch.setattr(block_base, "ttt_attention", attention)
-    monkeypatch.setattr(draft_lm, "ttt_attention", attention)
     # A GPU keeps a mask of one byte per number, a CPU's own code four.
     monkeypatch.setattr(
         torch.nn.functional, "dropout", lambda x, p, training, inplace: torch.native_dropout(x, p, training)[0]

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from draftsmith.decoder.sampling import Sampling, draw, probs, row_key, uniforms
-from draftsmith.heads.layers.causal_kernels import gpu_kernel_takes
 from draftsmith.heads.layers.row_plan import plan_rows
-from draftsmith.heads.layers.ttt_attention import eager_ttt_attention, ttt_attention
+from draftsmith.heads.layers.ttt_attention import eager_ttt_attention, gpu_kernel_takes, ttt_attention
 from tests.gpu.support import DEVICE, on_gpu
 
 pytestmark = on_gpu

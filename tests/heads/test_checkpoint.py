@@ -9,21 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.errors import UserError
 from draftsmith.heads import checkpoint
-from draftsmith.heads.base import DraftHead, agree
 from draftsmith.heads.checkpoint import model_directory, save_head
 from draftsmith.heads.eagle3.head import Eagle3Options
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import find_method
-from draftsmith.target.target import Target
-from tests.batches import documents_of, pack
+from tests.batches import same_logits
 from tests.exports import make_eagle3, make_medusa, make_target
 
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
-
-
-def same_logits(a: DraftHead, b: DraftHead, target: Target) -> bool:
-    batch = pack(target, documents_of(target), a.reads.layer_ids)
-    return all(agree(x.logits, y.logits) for x, y in zip(a(batch, 3).steps, b(batch, 3).steps, strict=True))
 
 
 def test_the_same_logits_after_a_reload(tmp_path):

@@ -1,13 +1,21 @@
 """Nothing is left on the CPU: decoding, simulating and training on a pretended second device, value for value."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from draftsmith.eval.simulate.headless import draft_model_simulator
 
 from draftsmith.data.batch import collate
 from draftsmith.data.features.extract import compute_features, summarise_logits
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.drafters.draft_model import DraftModel
+from draftsmith.decoder.drafters.known_acceptance import KnownAcceptance
+from draftsmith.decoder.drafters.lookahead import Lookahead
+from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules
+from draftsmith.decoder.drafters.texts import PromptLookup
 from draftsmith.decoder.sampling import Sampling, row_key
 from draftsmith.decoder.selfcheck import check_decoding
 from draftsmith.decoder.trees import StaticTree
@@ -33,12 +41,13 @@ HEADS = {
     "eagle3": (Eagle3Options(layer_ids=list(LAYERS), ttt_steps=3, draft_vocab_size=80), torch.arange(0, 160, 2)),
     **{method: (options, None) for method, options in OPTIONS.items() if method != "eagle3"},
 }
+SAMPLINGS = [Sampling(), Sampling(0.8, top_k=30, top_p=0.9)]
 # The target that Medusa-2 tunes is another one.
 CHAINS = sorted(set(HEADS) - {"medusa2"})
 WAYS = [
     (method, tree, sampling)
     for method, tree in [*((method, None) for method in CHAINS), ("medusa", TREE), ("hydra", TREE)]
-    for sampling in (Sampling(), Sampling(0.8, top_k=30, top_p=0.9))
+    for sampling in SAMPLINGS
 ]
 
 
@@ -68,37 +77,87 @@ def make_far_head(target: Target, method: str) -> DraftHead:
 
 
 def make_requests() -> list[Request]:
-    prompts = [[5, 7, 9], [5, 7, 9, 11, 30, 80]]
+    prompts = [[5, 7, 9, 5, 7], [5, 7, 9, 11, 30, 80], [4, 4, 4]]
     return [Request(f"p{i}", "a", tuple(ids), 5 + 3 * i, row_key(0, i)) for i, ids in enumerate(prompts)]
 
 
-def answer(target: Target, head: DraftHead, tree: StaticTree | None, sampling: Sampling, rule: Typical | None = None):
-    method = methods()[head.method]
-    drafter = method.make_drafter(head, 3) if tree is None else method.make_drafter(head, 3, tree=tree)
-    decoded = decode_batch(target, drafter, make_requests(), sampling, rule)
+def answer(target: Target, drafter: Drafter, sampling: Sampling, rule: Typical | None = None):
+    """Three prompts in two rows, so that one is admitted while the other drafts."""
+    decoded = decode_batch(target, drafter, make_requests(), sampling, rule, rows=2)
     return [(g.output_ids, [(r.drafted, r.accepted) for r in g.rounds]) for g in decoded.generations]
 
 
+def drafter_of(head: DraftHead, tree: StaticTree | None) -> Drafter:
+    make = methods()[head.method].make_drafter
+    return make(head, 3) if tree is None else make(head, 3, tree=tree)
+
+
 @pytest.mark.parametrize(
-    ("method", "tree", "sampling"),
-    [pytest.param(*way, marks=pytest.mark.slow) if way[2].greedy else way for way in WAYS],
+    ("method", "tree", "sampling", "rule"),
+    [
+        *(pytest.param(*way, None, marks=pytest.mark.slow) for way in WAYS),
+        ("medusa", TREE, Sampling(1.0), Typical(0.5, 0.9)),
+    ],
     ids=str,
 )
-@pytest.mark.slow
-def test_decoding(method, tree, sampling):
+def test_decoding(method, tree, sampling, rule):
     target = make_target()
-    here = answer(target, make_head(target, method), tree, sampling)
+    here = answer(target, drafter_of(make_head(target, method), tree), sampling, rule)
     with far_device():
         far = make_far_target()
-        assert answer(far, make_far_head(far, method), tree, sampling) == here
+        assert answer(far, drafter_of(make_far_head(far, method), tree), sampling, rule) == here
 
 
-def test_typical_acceptance():
-    target, sampling = make_target(), Sampling(1.0)
-    here = answer(target, make_head(target, "medusa"), TREE, sampling, Typical(0.5, 0.9))
+V = 160
+
+
+def small_model(target: Target) -> Target:
+    """A draft model with fewer tokens, on the target's device."""
+    model = tiny_model("llama", num_hidden_layers=2, seed=1, vocab_size=V - 16)
+    return Target(move_module(model) if target.device.type != "cpu" else model, path="tiny", fingerprint="0")
+
+
+def known(target: Target) -> Drafter:
+    found = decode_batch(make_target(), TargetAlone(), make_requests(), Sampling()).generations
+    return KnownAcceptance({g.request.prompt_ids: g.output_ids for g in found}, 0.6, 3, V)
+
+
+HEADLESS: dict[str, Callable[[Target], Drafter]] = {
+    "prompt lookup": lambda target: PromptLookup(3),
+    "suffix tree": lambda target: SuffixDecoding(4, SuffixRules(alpha=2, tree=True), Outputs([[5, 7, 9]])),
+    "lookahead": lambda target: Lookahead(3, 3, 2),
+    "draft model": lambda target: DraftModel(target, 3, V),
+    "smaller vocabulary": lambda target: DraftModel(small_model(target), 3, V),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "sampling"),
+    [
+        *(pytest.param(make, one, marks=pytest.mark.slow) for make in HEADLESS.values() for one in SAMPLINGS),
+        (known, Sampling()),
+    ],
+)
+def test_decoding_without_a_head(make, sampling):
+    target = make_target()
+    here = answer(target, make(target), sampling)
     with far_device():
         far = make_far_target()
-        assert answer(far, make_far_head(far, "medusa"), TREE, sampling, Typical(0.5, 0.9)) == here
+        assert answer(far, make(far), sampling) == here
+    assert make is not known or any(accepted for _, rounds in here for _, accepted in rounds)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_simulation_of_a_draft_model(sampling):
+    texts = decode_batch(make_target(), TargetAlone(), make_requests(), sampling).generations
+
+    def simulate(target: Target) -> list[float]:
+        found = draft_model_simulator(small_model(target))(target, texts, sampling, 3)
+        return [tally.rounds for by_k in found.tallies for tally in by_k]
+
+    here = simulate(make_target())
+    with far_device():
+        assert simulate(make_far_target()) == pytest.approx(here, rel=1e-5)
 
 
 @pytest.mark.parametrize(("method", "tree", "sampling"), WAYS, ids=str)

@@ -19,8 +19,9 @@ from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.pretrained import check_target
 from draftsmith.target.target import Target
 from draftsmith.train.schedule import build_optimizers
+from tests.batches import documents_of, pack
 from tests.gpu.support import OPTIONS
-from tests.models import tiny_model
+from tests.models import make_target, tiny_model
 
 
 def target_of(kind: str, dtype: torch.dtype = torch.float32) -> Target:
@@ -130,6 +131,16 @@ def test_own_projections_start_with_that_scale(kind: str, method: str) -> None:
     torch.testing.assert_close(found, target.head.logits(state), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_new_heads_repeat_the_targets_own_prediction(method: str, original: bool) -> None:
+    target, made = make_target(), find_method(method)
+    head = made.build(made.options_class(3, 2, original_lm_head=original), target, None)
+    batch = pack(target, documents_of(target), ())
+    for step in head(batch, 3).steps:
+        torch.testing.assert_close(step.logits, target.head.logits(batch.last.flatten(0, 1)[step.rows]))
+
+
 def test_hydras_bias_starts_as_the_targets() -> None:
     model = tiny_model("llama")
     model.lm_head.bias = nn.Parameter(torch.linspace(-1.0, 1.0, model.config.vocab_size))
@@ -145,8 +156,9 @@ def test_hydras_prefix_layer_starts_by_giving_the_states_back() -> None:
     target = loud_target()
     head = build_hydra(HydraOptions(num_heads=1, prefix_attention=True), target, None)
     last = target.forward(torch.randint(3, target.vocab_size, (2, 12))).last
-    position, mask = torch.arange(12).expand(2, -1), torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, -1, -1)
-    given = head.prefix_embedding_layer.step(last, position, lambda keys, values: (keys, values), mask)
+    rotation = head.prefix_embedding_layer.rotary_emb(last, torch.arange(12).expand(2, -1))
+    mask = torch.ones(12, 12, dtype=torch.bool).tril().expand(2, 1, -1, -1)
+    given = head.prefix_embedding_layer.step(last, rotation, lambda number, keys, values: (keys, values), mask)
     assert torch.cosine_similarity(given, last, dim=-1).min() > 0.999
     size, same = (x.square().mean(-1).sqrt() for x in (given, last))
     torch.testing.assert_close(size.median(), same.median(), rtol=0.2, atol=0.0)

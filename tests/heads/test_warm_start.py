@@ -14,6 +14,8 @@ from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.medusa import MedusaOptions
+from draftsmith.heads.medusa2 import Medusa2Options
+from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.target.target import Target, load_target
 from tests import exports
@@ -58,32 +60,32 @@ def test_the_same_values_may_be_named():
     assert adopt_options(Eagle3Options([1, 4], draft_vocab_size=999), whole, target, "x").draft_vocab_size == 999
 
 
+WIDTH = {"hidden_size": 32, "train_embeddings": True}
+
+
 @pytest.mark.parametrize(
-    ("named", "words"),
+    ("made", "asked", "words"),
     [
-        ({"layer_ids": [1, 5]}, r"head.layer_ids is \[1, 5\], but .*runs/first\) has \[1, 4\]: set head.layer_ids"),
-        ({"draft_vocab_size": 100}, "head.draft_vocab_size is 100, but .* has 80"),
-        ({"draft_vocab_size": 160}, "head.draft_vocab_size is 160, but .* has 80"),
-        ({"intermediate_size": 64}, "head.intermediate_size is 64, but .* has 96"),
-        ({"norm_output": True}, "head.norm_output is true, but .* has false"),
+        ({}, Eagle3Options([1, 5]), r"head.layer_ids is \[1, 5\], but .*runs/first\) has \[1, 4\]: set head.layer_ids to"),
+        ({}, Eagle3Options(draft_vocab_size=100), "head.draft_vocab_size is 100, but .* has 80"),
+        ({}, Eagle3Options(draft_vocab_size=160), "head.draft_vocab_size is 160, but .* has 80"),
+        ({}, Eagle3Options(intermediate_size=64), "head.intermediate_size is 64, but .* has 96"),
+        ({}, Eagle3Options(norm_output=True), "head.norm_output is true, but .* has false"),
+        ({}, Eagle3Options(lm_head_rank=4), "head.lm_head_rank is 4, but .* has null"),
+        ({"lm_head_rank": 10}, Eagle3Options(lm_head_rank=4), "head.lm_head_rank is 4, but .* has 10"),
+        (WIDTH, Eagle3Options(hidden_size=16, train_embeddings=True), "head.hidden_size is 16, but .* has 32"),
+        (WIDTH, Eagle3Options(sliding_window=9), "head.sliding_window is 9, but .* has null"),
+        (exports.make_peagle, PEagleOptions(mask_token_id=5, num_hidden_layers=2), "head.mask_token_id is 5, but .* has 0"),
+        (exports.make_peagle, PEagleOptions(num_hidden_layers=4), "head.num_hidden_layers is 4, but .* has 2"),
+        (make_medusa, MedusaOptions(), r"head\.num_heads is 5, but .* has 3: set head\.num_heads to that"),
+        (make_medusa, Medusa2Options(3, 2), r"head.num_layers is 2, but the head that train.warm_start names \(.*\) has 1"),
     ],
-)
-def test_another_value_is_refused(named, words):
+)  # fmt: skip
+def test_another_value_is_refused(made, asked, words):
     target = make_target()
+    head = make_eagle3(target, **made) if isinstance(made, dict) else made(target)
     with pytest.raises(UserError, match=words):
-        adopt_options(Eagle3Options(**named), make_eagle3(target), target, "runs/first")
-
-
-def test_medusa_names_its_numbers():
-    target = make_target()
-    head = make_medusa(target, num_heads=2, original_lm_head=True)
-    with pytest.raises(UserError, match=r"head\.num_heads is 5, but .* has 2: set head\.num_heads to that"):
-        adopt_options(MedusaOptions(original_lm_head=True), head, target, "x")
-    again = restart(head, adopt_options(MedusaOptions(2, original_lm_head=True), head, target, "x"), target)
-    batch = pack(target, documents_of(target), ())
-    assert all(
-        torch.equal(a.logits, b.logits) for a, b in zip(head(batch, 2).steps, again(batch, 2).steps, strict=True)
-    )
+        adopt_options(asked, head, target, "runs/first")
 
 
 @pytest.fixture(scope="module")

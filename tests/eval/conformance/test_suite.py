@@ -11,13 +11,13 @@ from draftsmith.decoder import growth
 from draftsmith.decoder.sampling import draw
 from draftsmith.eval.conformance import suite
 from draftsmith.eval.conformance.suite import CHECKS, Spec, check_layouts, run_conformance, tiny_target
-from draftsmith.heads import static_drafts as slot_drafts
+from draftsmith.heads import drafters
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.dflash import DFlashOptions
 from draftsmith.heads.draft_model import DraftLmOptions
+from draftsmith.heads.drafters import HeadDrafter, LayerCache
 from draftsmith.heads.dspark import DSparkOptions
-from draftsmith.heads.dspark.drafter import DSparkDrafter
-from draftsmith.heads.dspark.head import DSparkHead
+from draftsmith.heads.dspark.head import DSparkDrafter, DSparkHead
 from draftsmith.heads.eagle import base as eagle_base
 from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.eagle1 import Eagle1Options
@@ -27,13 +27,11 @@ from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.formats.layout import layouts, layouts_of
 from draftsmith.heads.hydra import HydraOptions
 from draftsmith.heads.medusa import MedusaOptions
-from draftsmith.heads.medusa import drafter as medusa_drafter
 from draftsmith.heads.medusa import head as medusa
-from draftsmith.heads.medusa.drafter import MedusaDrafter
+from draftsmith.heads.medusa.head import MedusaDrafter
 from draftsmith.heads.medusa2 import Medusa2Options
 from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.registry import methods
-from draftsmith.heads.static_drafts import HeadDrafter
 from tests.exports import replace_layout
 
 pytestmark = pytest.mark.full
@@ -154,19 +152,8 @@ def test_every_layout_gives_a_head_back() -> None:
 
 def wrong_rotary(patch: pytest.MonkeyPatch) -> None:
     """Drafted rows stand one position further on than in training."""
-    real = EagleDrafter._grow
-
-    def grow(self: Any, tokens: Any, hidden: Any, depth: int, above: Any) -> Any:
-        if depth == 0:
-            positions = self._positions
-            self._positions = lambda base_B, first, count: positions(base_B - 1, first - 1, count)
-            try:
-                return real(self, tokens, hidden, depth, above)
-            finally:
-                del self._positions
-        return real(self, tokens, hidden, depth, above)
-
-    patch.setattr(EagleDrafter, "_grow", grow)
+    real = LayerCache.rotations_apart
+    patch.setattr(LayerCache, "rotations_apart", lambda self, count, longest: real(self, count + 1, longest)[1:])
 
 
 def lost_feedback(patch: pytest.MonkeyPatch) -> None:
@@ -282,9 +269,9 @@ def another_root(patch: pytest.MonkeyPatch) -> None:
 
 def depths_by_turns(patch: pytest.MonkeyPatch) -> None:
     """In a tree the first depth takes the last one's head."""
-    real = medusa_drafter.draft_tree
+    real = drafters.draft_tree
     patch.setattr(
-        medusa_drafter,
+        drafters,
         "draft_tree",
         lambda state, draft_probs, *args, **more: real(state, draft_probs.flip(1), *args, **more),
     )
@@ -296,7 +283,7 @@ def most_likely_children(patch: pytest.MonkeyPatch) -> None:
     def chosen(draft_probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
         return draft_probs.topk(uniforms.shape[-1], -1).indices
 
-    patch.setattr(slot_drafts, "draw_children", chosen)
+    patch.setattr(drafters, "draw_children", chosen)
 
 
 def with_replacement(patch: pytest.MonkeyPatch) -> None:
@@ -307,7 +294,7 @@ def with_replacement(patch: pytest.MonkeyPatch) -> None:
         each = [draw(flat, column.flatten()) for column in uniforms.unbind(-1)]
         return torch.stack(each, -1).view(uniforms.shape)
 
-    patch.setattr(slot_drafts, "draw_children", drawn)
+    patch.setattr(drafters, "draw_children", drawn)
 
 
 def no_trees(patch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.block import base as block_base
 from draftsmith.heads.block.base import sample_rows
-from draftsmith.heads.block.drafter import DFlashDrafter
-from draftsmith.heads.dflash.head import DFlashOptions, build
+from draftsmith.heads.dflash.head import DFlashDrafter, DFlashOptions, build
 from draftsmith.heads.losses.head_loss import loss_divisor
 from draftsmith.storage import write_json
 from draftsmith.target.target import Target

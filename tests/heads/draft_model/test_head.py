@@ -18,8 +18,7 @@ from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.draft_model import DraftLmOptions
-from draftsmith.heads.draft_model.drafter import as_model
-from draftsmith.heads.draft_model.head import DraftLmHead, build
+from draftsmith.heads.draft_model.head import DraftLmHead, as_model, build
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss

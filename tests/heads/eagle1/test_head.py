@@ -14,15 +14,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.heads.base import agree, supervised_rows
+from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle1.head import Eagle1Head, Eagle1Options, build
-from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.registry import find_method
 from draftsmith.target.pretrained import check_target
 from draftsmith.target.target import Target, load_target
-from tests.batches import documents_of, pack
+from tests.batches import documents_of, pack, same_logits
 from tests.models import make_target
 
 pytestmark = pytest.mark.full
@@ -63,20 +61,24 @@ class SlowEagle1:
         # The whole model's way from the final norm to logits, scale and all.
         self.project, self.scale = target.model.lm_head, 1 / getattr(target.config, "logits_scaling", 1.0)
 
-    @torch.no_grad()
-    def draft(self, root: int, ids: Tensor, states: Tensor, num_steps: int) -> Tensor:
-        """[K, V] logits of the drafts after root x_{t+1}, t = `root`, the text's own tokens being drafted."""
+    def row(self, root: int, ids: Tensor, states: Tensor, steps: int, *, detach: bool = True) -> list[Tensor]:
+        """The features [H] of row t = `root` at every step, each reading the outputs of those before it and the text's tokens."""
         hidden, result = states[: root + 1], []
-        for step in range(num_steps):
+        for step in range(steps):
             rows = root + 1 + step
             mixed = torch.cat([self.embedding[ids[1 : rows + 1]], hidden], -1) @ self.fc.T + self.fc_bias
             mask = torch.full((rows, rows), -torch.inf).triu(1)[None, None]
             turn = self.rotary(mixed[None], torch.arange(rows)[None])
             out = self.layer(mixed[None], attention_mask=mask, position_embeddings=turn)
             out = out[0] if isinstance(out, tuple) else out
-            hidden = torch.cat([hidden, out[0, -1:]])
-            result.append(self.project(out[0, -1]) * self.scale)
-        return torch.stack(result)
+            result.append(out[0, -1])
+            hidden = torch.cat([hidden, out[0, -1:].detach() if detach else out[0, -1:]])
+        return result
+
+    @torch.no_grad()
+    def draft(self, root: int, ids: Tensor, states: Tensor, steps: int) -> Tensor:
+        """[K, V] logits of the drafts after root x_{t+1}."""
+        return self.project(torch.stack(self.row(root, ids, states, steps))) * self.scale
 
 
 def documents(batch: TrainBatch) -> list[tuple[int, int, Tensor, Tensor]]:
@@ -130,25 +132,6 @@ def test_training_logits_are_those_of_the_slow_reference(case):
     check_reference(make_head(target, embedding_scale=4.0, **options), target)
 
 
-def test_only_what_eagle_publishes_is_a_parameter():
-    target = make_target()
-    target.model.to(torch.bfloat16)
-    head = make_head(target)
-    names = [f"{LAYER}self_attn.{x}_proj.weight" for x in "qkvo"] + [f"{LAYER}mlp.{x}_proj.weight" for x in MLP]
-    names += ["fc.weight", f"{LAYER}post_attention_layernorm.weight", "embed_tokens.weight"]
-    assert sorted(head.state_dict()) == sorted(names)
-    assert head.embed_tokens.weight.data_ptr() == target.embedding.data_ptr()
-    assert {n for n, p in head.named_parameters() if not p.requires_grad} == {"embed_tokens.weight"}
-    last = torch.randn(1, 2, 64, dtype=torch.bfloat16)
-    hidden = head.initial_hidden(last[..., :0], last)
-    assert hidden.dtype == torch.float32
-    assert head.logits(hidden).shape == (1, 2, target.vocab_size)
-    assert (head.reads.layer_ids, head.draft_vocab, head.target_ids(torch.tensor(7)).item()) == ((), None, 7)
-
-
-MLP = ("gate", "up", "down")
-
-
 def published_config(head: Eagle1Head, **changes: Any) -> dict[str, Any]:
     """The keys that EAGLE writes, as in its first heads; a change to None leaves a key out."""
     c = head.config
@@ -176,11 +159,6 @@ def publish(folder: Path, head: Eagle1Head, *, pickled: bool = False, drop: tupl
         save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(published_config(head, **more)))
     return folder
-
-
-def same_logits(a: Eagle1Head, b: Eagle1Head, target: Target) -> bool:
-    batch = pack(target, documents_of(target), ())
-    return all(agree(x.logits, y.logits) for x, y in zip(a(batch, 3).steps, b(batch, 3).steps, strict=True))
 
 
 @pytest.mark.parametrize("pickled", [False, True], ids=["safetensors", "bin"])
@@ -292,13 +270,6 @@ def test_safetensors_are_read_before_a_pickle(tmp_path):
     head = make_head(target)
     publish(tmp_path / "head", head, pickled=True, tensors={"fc.weight": [1.0]})
     assert same_logits(head, load_head(publish(tmp_path / "head", head), target), target)
-
-
-def test_registry_and_mistakes(tmp_path):
-    method, target = find_method("eagle1"), make_target()
-    assert (method.options_class, method.build, method.launcher) == (Eagle1Options, build, "eagle.py")
-    with pytest.raises(UserError, match="holds eagle3 heads, not eagle1: choose one of eagle1, eagle1_sglang"):
-        export_head(make_head(target), target, tmp_path / "out", layout="eagle3")
 
 
 @pytest.mark.skipif(not FIXTURE.is_dir(), reason="the reference run (../shared/fixtures) is not here")

@@ -35,20 +35,6 @@ class SlowTraining(SlowEagle1):
         super().__init__(head.state_dict(), head.config, target, head.embedding_scale)
         self.fc = self.fc.clone().requires_grad_()
 
-    def row(self, root: int, ids: Tensor, states: Tensor, passes: int, *, detach: bool) -> list[Tensor]:
-        """The features [H] of row t = `root` in every pass, pass j reading the outputs of the passes before it."""
-        hidden, result = states[: root + 1], []
-        for step in range(passes):
-            rows = root + 1 + step
-            mixed = torch.cat([self.embedding[ids[1 : rows + 1]], hidden], -1) @ self.fc.T
-            mask = torch.full((rows, rows), -torch.inf).triu(1)[None, None]
-            turn = self.rotary(mixed[None], torch.arange(rows)[None])
-            out = self.layer(mixed[None], attention_mask=mask, position_embeddings=turn)
-            out = out[0] if isinstance(out, tuple) else out
-            result.append(out[0, -1])
-            hidden = torch.cat([hidden, out[0, -1:].detach() if detach else out[0, -1:]])
-        return result
-
     def loss(self, batch: TrainBatch, passes: int, decay: float, top_k: int, *, detach: bool) -> Tensor:
         """The sum over rows and passes of SmoothL1 + 0.1 CE (+ the CE of the top tokens), on the rows of
         docs/algorithms.md, rule 1."""

@@ -7,8 +7,8 @@ from transformers import LlamaConfig
 from draftsmith.errors import UserError
 from draftsmith.heads.eagle3.head import Eagle3Head, Eagle3Options, build
 from draftsmith.heads.layers import decoder_layer as eagle_layer
-from draftsmith.heads.layers.config import rope_parameters
 from draftsmith.heads.layers.decoder_layer import Rotary, attend
+from draftsmith.heads.layers.from_target import rope_parameters
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.target.target import Target

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.heads.layers import causal_kernels, row_plan
+from draftsmith.heads.layers import row_plan
+from draftsmith.heads.layers import ttt_attention as attention
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.ttt_attention import eager_ttt_attention, merged_attention, ttt_attention
 
@@ -110,9 +111,9 @@ class GpuKernel:
 def test_the_gpus_packed_way_equals_the_oracle(window, heads, groups, diagonal, monkeypatch):
     """On a CPU with the kernels written out: tests/gpu runs the same with the kernels themselves."""
     kernel = GpuKernel()
-    monkeypatch.setattr(causal_kernels, "_gpu_forward", kernel.forward)
-    monkeypatch.setattr(causal_kernels, "_gpu_backward", kernel.backward)
-    monkeypatch.setattr(causal_kernels, "_on_cpu", lambda x: False)
+    monkeypatch.setattr(attention, "_gpu_forward", kernel.forward)
+    monkeypatch.setattr(attention, "_gpu_backward", kernel.backward)
+    monkeypatch.setattr(attention, "_on_cpu", lambda x: False)
     needed = needed_rows()
     plan = plan_rows(DOCUMENTS, needed).within(window)
     inputs = make_inputs(needed, heads=heads, groups=groups, diagonal=diagonal, dtype=torch.bfloat16)

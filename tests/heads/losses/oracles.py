@@ -1,4 +1,5 @@
-"""The losses of a row by their definitions, one oracle per entry of LOSSES: no row, step or chunk is shared with the product."""
+"""The losses of a row by their definitions, one oracle per entry of LOSSES: no row, step or chunk is shared with the product; and
+what the tests of losses are made with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftsmith.data.batch import TrainBatch
+from draftsmith.heads.base import HeadOutput, StepOutput, supervised_rows
 from draftsmith.heads.losses.spec import LossSpec
 
 TINY = 1e-30
@@ -62,3 +65,15 @@ ORACLES: dict[str, Callable[[Row], Tensor]] = {
     "lk_hybrid": lk_hybrid,
     "hard_ce": lambda row: -row.q_V[row.token].log() if row.token in row.vocab.tolist() else torch.zeros(()),
 }
+
+
+def random_output(batch: TrainBatch, W: int = 160, steps: int = 3, *, confident: bool = False) -> HeadOutput:
+    """Draft logits that have nothing to do with the teacher's, on the rows of docs/algorithms.md, rule 1."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for k in range(steps):
+        rows = supervised_rows(batch, k).flatten().nonzero().flatten()
+        logits = (2 * torch.randn(len(rows), W, generator=generator)).requires_grad_()
+        sure = torch.randn(len(rows), generator=generator).requires_grad_() if confident else None
+        found.append(StepOutput(k, rows, logits, confidence=sure))
+    return HeadOutput(tuple(found))

@@ -23,6 +23,7 @@ from draftsmith.train.schedule import build_optimizers
 from tests.batches import documents_of, pack
 from tests.gpu.support import OPTIONS
 from tests.heads.losses.oracles import ORACLES, Row
+from tests.models import make_target
 
 pytestmark = pytest.mark.full
 
@@ -62,45 +63,22 @@ def teacher_of(p_RV: Tensor, tokens_R: Tensor) -> Teacher:
     return Teacher(p, mass, torch.xlogy(share, share).sum(-1), torch.where(tokens_R < W, tokens_R, -1))
 
 
-def oracle(spec: LossSpec, p_V: Tensor, logits_W: Tensor, token: int) -> float:
-    q_V = torch.nn.functional.pad(logits_W.softmax(-1), (0, V - W))
-    return float(ORACLES[spec.kind](Row(spec, p_V, q_V, torch.arange(W), token)))
-
-
-def test_every_loss_has_an_oracle():
-    assert ORACLES.keys() == LOSSES.keys()
-
-
 @pytest.mark.parametrize("inside", [W, 3], ids=["everywhere", "zeros"])
 @pytest.mark.parametrize("spec", SPECS, ids=names)
-def test_values_are_those_of_the_oracle(spec, inside):
+def test_values_and_gradients_are_those_of_the_oracle(spec, inside):
     p, logits, tokens = draft_probs(inside=inside)
-    found = row_loss(spec)(logits.log_softmax(-1), teacher_of(p, tokens))
-    expected = [oracle(spec, *row) for row in zip(p, logits, tokens.tolist(), strict=True)]
-    assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    ours, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    found = row_loss(spec)(ours.log_softmax(-1), teacher_of(p, tokens))
+    q = torch.nn.functional.pad(theirs.softmax(-1), (0, V - W))
+    expected = [
+        ORACLES[spec.kind](Row(spec, *row)) for row in zip(p, q, [torch.arange(W)] * R, tokens.tolist(), strict=True)
+    ]
+    assert found.tolist() == pytest.approx([x.item() for x in expected], rel=1e-12, abs=1e-12)
+    found.sum().backward()
+    torch.stack(expected).sum().backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-9, rtol=1e-9)
     narrow = row_loss(spec)(logits.float().log_softmax(-1), teacher_of(p.float(), tokens))
-    assert narrow.tolist() == pytest.approx(expected, rel=2e-6, abs=1e-6)
-
-
-@pytest.mark.parametrize("inside", [W, 3], ids=["everywhere", "zeros"])
-@pytest.mark.parametrize("spec", SPECS, ids=names)
-def test_gradients_are_those_of_differences(spec, inside):
-    """lk_hybrid's weight is held still by its definition, so there the differences are taken with the weight fixed."""
-    p, logits, tokens = draft_probs(inside=inside)
-    teacher, loss = teacher_of(p, tokens), row_loss(spec)
-    if spec.kind == "lk_hybrid":
-        fixed = spec.lk_scale * torch.exp(-spec.lk_decay * divergences.acceptance(logits.log_softmax(-1), teacher))
-
-        def still(log_q: Tensor) -> Tensor:
-            return fixed * divergences.kl(log_q, teacher) + (1 - fixed) * divergences.tv(log_q, teacher)
-
-        given = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        row_loss(spec)(given[0].log_softmax(-1), teacher).sum().backward()
-        still(given[1].log_softmax(-1)).sum().backward()
-        torch.testing.assert_close(given[0].grad, given[1].grad)
-        assert torch.autograd.gradcheck(lambda x: still(x.log_softmax(-1)), logits.requires_grad_())
-    else:
-        assert torch.autograd.gradcheck(lambda x: loss(x.log_softmax(-1), teacher), logits.requires_grad_())
+    assert narrow.tolist() == pytest.approx(found.tolist(), rel=2e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("count", [1, 3, W, W + 5])
@@ -132,8 +110,9 @@ def test_distributions_with_zeros_give_finite_losses_and_gradients(spec, logits)
     ("kind", "method"), [*((kind, "eagle3") for kind in LOSSES), *(("kl", one) for one in methods() if one != "eagle3")]
 )
 @pytest.mark.slow
-def test_every_loss_and_every_head_train(kind, method, target):
+def test_every_loss_and_every_head_train(kind, method):
     """A few steps on one batch bring the loss down, and move every trained parameter."""
+    target = make_target()
     torch.manual_seed(0)
     options = OPTIONS.get(method) or find_method(method).options_class()
     head = find_method(method).build(options, target, torch.arange(0, 160, 2) if method == "eagle3" else None)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
-from draftsmith.heads.base import HeadOutput, StepOutput, count_rows, supervised_rows
+from draftsmith.heads.base import HeadOutput, StepOutput, count_rows
 from draftsmith.heads.losses import head_loss as head_loss_module
 from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.head_loss import LossOutput, draft_index, head_loss, loss_divisor, make_teacher
@@ -17,22 +17,9 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa.head import MedusaOptions, build
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
-from tests.heads.losses.oracles import ORACLES, Row
+from tests.heads.losses.oracles import ORACLES, Row, random_output
 
 VOCAB = torch.arange(0, 160, 2)
-
-
-@pytest.fixture(scope="module")
-def batch(target: Target) -> TrainBatch:
-    return pack(target, documents_of(target), (1,))
-
-
-def random_output(batch: TrainBatch, W: int, steps: int = 3) -> HeadOutput:
-    """Draft logits that have nothing to do with the teacher's, on the rows of docs/algorithms.md, rule 1."""
-    generator = torch.Generator().manual_seed(3)
-    rows = [supervised_rows(batch, k).flatten().nonzero().flatten() for k in range(steps)]
-    logits = [(2 * torch.randn(len(r), W, generator=generator)).requires_grad_() for r in rows]
-    return HeadOutput(tuple(StepOutput(k, r, x) for k, (r, x) in enumerate(zip(rows, logits, strict=True))))
 
 
 def naive_loss(output: HeadOutput, batch: TrainBatch, target: Target, vocab: Tensor, spec: LossSpec) -> Tensor:
@@ -138,12 +125,12 @@ def test_the_divisor_makes_batches_additive(normalize, target):
     batches = [pack(target, rows[:1], (1,)), pack(target, rows[1:], (1,))]
 
     def score(batch: TrainBatch) -> LossOutput:
-        return head_loss(random_output(batch, len(VOCAB), steps=1), batch, target.head, VOCAB, spec)
+        return head_loss(random_output(batch, len(VOCAB), 1), batch, target.head, VOCAB, spec)
 
     total = sum(score(b).loss_sum for b in batches) / sum(loss_divisor(b, spec) for b in batches)
     per_document = []
     for b in batches:
-        output = random_output(b, len(VOCAB), steps=1)
+        output = random_output(b, len(VOCAB), 1)
         plain = head_loss(output, b, target.head, VOCAB, LossSpec(decay=1.0))
         plain.loss_sum.backward()
         step, L = output.steps[0], b.ids.shape[1]
@@ -182,42 +169,6 @@ def test_a_draft_vocabulary_without_mass_stays_finite(target, batch):
         loss.backward()
         assert loss.isfinite(), kind
         assert all(g.isfinite().all() for g in gradients(output)), kind
-
-
-def test_mistakes_name_the_key():
-    for weights in ([], [1.0, -0.5], [0.0, 0.0], [1.0, float("nan")], [float("inf")]):
-        with pytest.raises(UserError, match=r"loss\.depth_weights"):
-            LossSpec(depth_weights=weights)
-    with pytest.raises(UserError, match="has 2 numbers, but the head is trained on 3 steps"):
-        LossSpec(depth_weights=[1.0, 0.5]).check_steps(3)
-    LossSpec(depth_weights=[1.0, 0.5]).check_steps(2)
-    LossSpec().check_steps(7)
-    with pytest.raises(UserError, match=r"loss\.kind is 'mse': choose one of kl, "):
-        LossSpec(kind="mse")
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"beta": 0.1}, "train.loss.beta is 0.1, but it belongs to jsd, and train.loss.kind is kl: leave it out"),
-        (
-            {"kind": "tv", "lk_decay": 2.0},
-            "train.loss.lk_decay is 2.0, but it belongs to lk_hybrid, and train.loss.kind is tv",
-        ),
-        ({"top_k": 5}, "train.loss.top_k is 5, but train.loss.top_k_weight is 0"),
-        (
-            {"decay": 0.5, "depth_weights": [1.0]},
-            "train.loss.decay is 0.5, but train.loss.depth_weights name the weight of every step",
-        ),
-    ],
-)
-def test_numbers_that_belong_to_another_loss(options, said):
-    with pytest.raises(UserError, match=said):
-        LossSpec(**options)
-
-
-def test_numbers_of_a_loss_beside_the_first_are_taken():
-    assert LossSpec(also={"jsd": 0.5}, beta=0.1, top_k_weight=1.0, top_k=5).beta == 0.1
 
 
 def test_a_loss_that_weighs_nothing_is_refused(target):

@@ -16,29 +16,11 @@ from draftsmith.errors import UserError
 from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate
 from draftsmith.heads.base import HeadOutput, StepOutput, Trains, iterate_supervised_rows, supervised_rows
 from draftsmith.heads.losses import head_loss as head_loss_module
-from draftsmith.heads.losses.head_loss import confidence_loss, head_loss, loss_divisor, make_teacher
+from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build
-from draftsmith.target.target import Target
-from tests.batches import documents_of, pack
-
-
-@pytest.fixture(scope="module")
-def batch(target: Target) -> TrainBatch:
-    return pack(target, documents_of(target), ())
-
-
-def random_output(batch: TrainBatch, steps: int = 3, *, confident: bool = False, every: int = 1) -> HeadOutput:
-    """Draft logits of chance over the whole vocabulary, on every so many of the rows that count."""
-    generator = torch.Generator().manual_seed(4)
-    found = []
-    for k in range(steps):
-        rows = supervised_rows(batch, k).flatten().nonzero().flatten()[::every]
-        logits = (2 * torch.randn(len(rows), 160, generator=generator)).requires_grad_()
-        sure = torch.randn(len(rows), generator=generator).requires_grad_() if confident else None
-        found.append(StepOutput(k, rows, logits, confidence=sure))
-    return HeadOutput(tuple(found))
+from tests.heads.losses.oracles import random_output
 
 
 def test_losses_side_by_side_are_their_weighed_sum(target, batch):
@@ -49,8 +31,6 @@ def test_losses_side_by_side_are_their_weighed_sum(target, batch):
     def loss(spec: LossSpec) -> Tensor:
         return head_loss(output, batch, target.head, None, spec).loss_sum
 
-    parts = 1.8 * loss(LossSpec(kind="tv", decay=0.7)) + 0.1 * loss(LossSpec(kind="hard_ce", decay=0.7))
-    torch.testing.assert_close(loss(both), parts)
     torch.testing.assert_close(loss(replace(both, also={"hard_ce": 0.0})), 1.8 * loss(LossSpec(kind="tv", decay=0.7)))
     p, q = target.head.logits(batch.last).softmax(-1).flatten(0, 1), [s.logits.softmax(-1) for s in output.steps]
     plain = sum(
@@ -183,7 +163,7 @@ def test_confidence_learns_the_acceptance_rate_and_leaves_the_distribution_alone
 
 def test_confidence_learns_from_rows_that_the_draft_vocabulary_drops(target, batch):
     """Their drafts fail, which is what a confidence is to know; their distributions learn nothing."""
-    whole, vocab = random_output(batch, 1, confident=True), torch.arange(0, 160, 2)
+    whole, vocab = random_output(batch, steps=1, confident=True), torch.arange(0, 160, 2)
     output = HeadOutput(tuple(replace(s, source=s.logits.detach()[:, vocab].requires_grad_()) for s in whole.steps))
     (step,) = output.steps
     dropped = batch.top1.flatten()[step.rows + 1] % 2 == 1
@@ -195,18 +175,6 @@ def test_confidence_learns_from_rows_that_the_draft_vocabulary_drops(target, bat
     assert step.logits.grad is not None
     assert (step.confidence.grad != 0).all()
     assert torch.equal(step.logits.grad.abs().sum(1) == 0, dropped)
-
-
-def test_confidence_is_best_where_it_is_the_acceptance_rate(target, batch):
-    """The loss is lowest, and flat, at the log-odds of the rate itself."""
-    step = random_output(batch, 1).steps[0]
-    teacher, log_q = make_teacher(batch, step.rows + 1, target.head, None), step.logits.detach().log_softmax(-1)
-    rate = torch.minimum(teacher.p, log_q.exp()).sum(-1)
-    odds = rate.logit().requires_grad_()
-    best = confidence_loss(odds, log_q, teacher)
-    (slope,) = torch.autograd.grad(best.sum(), odds)
-    assert slope.abs().max() < 1e-6
-    assert all((confidence_loss(odds + by, log_q, teacher) > best).all() for by in (-0.5, 0.5))
 
 
 def test_the_divisor_of_weighed_steps_is_the_sum_of_their_weights(target, batch):
@@ -296,16 +264,31 @@ def test_a_draft_that_stops_proposes_no_further(sampling, target, batch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("options", "said"),
     [
         ({"also": {"tv": -1.0}}, r"loss\.also\.tv is -1\.0: it must be from 0 to 1000000"),
         ({"also": {"cross": 1.0}}, r"loss\.also names 'cross': choose among kl, "),
         ({"confidence_weight": -0.5}, r"loss\.confidence_weight is -0\.5: it must be from 0 to 1000000"),
+        ({"kind": "mse"}, r"loss\.kind is 'mse': choose one of kl, "),
+        ({"ramp": 1.5}, r"loss.ramp is 1.5"),
+        *(({"depth_weights": bad}, r"loss\.depth_weights") for bad in ([], [1.0, -0.5], [0.0, 0.0], [1.0, math.nan], [math.inf])),
+        ({"beta": 0.1}, "train.loss.beta is 0.1, but it belongs to jsd, and train.loss.kind is kl: leave it out"),
+        ({"kind": "tv", "lk_decay": 2.0}, "train.loss.lk_decay is 2.0, but it belongs to lk_hybrid, and train.loss.kind is tv"),
+        ({"top_k": 5}, "train.loss.top_k is 5, but train.loss.top_k_weight is 0"),
+        ({"decay": 0.5, "depth_weights": [1.0]}, "loss.decay is 0.5, but train.loss.depth_weights name the weight of every step"),
     ],
-)
-def test_weights_below_zero_are_refused(changes, words):
-    with pytest.raises(UserError, match=words):
-        LossSpec(**changes)
+)  # fmt: skip
+def test_what_cannot_be_is_refused(options, said):
+    with pytest.raises(UserError, match=said):
+        LossSpec(**options)
+
+
+def test_weights_are_those_of_all_steps_and_numbers_of_a_loss_beside_the_first_are_taken():
+    with pytest.raises(UserError, match="has 2 numbers, but the head is trained on 3 steps"):
+        LossSpec(depth_weights=[1.0, 0.5]).check_steps(3)
+    LossSpec(depth_weights=[1.0, 0.5]).check_steps(2)
+    LossSpec().check_steps(7)
+    assert LossSpec(also={"jsd": 0.5}, beta=0.1, top_k_weight=1.0, top_k=5).beta == 0.1
 
 
 def test_a_decay_over_a_single_step_is_refused():

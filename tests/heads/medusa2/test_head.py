@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.decoder.answers import Request, total
+from draftsmith.decoder.answers import total
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
@@ -38,6 +39,7 @@ from draftsmith.target.target import Target, load_target
 from draftsmith.train.parallel import WrappedHead, run_pass
 from draftsmith.train.schedule import build_optimizers
 from tests.batches import documents_of, pack
+from tests.heads.blocks import requests
 from tests.models import make_target, tiny_model
 
 pytestmark = pytest.mark.full
@@ -202,12 +204,6 @@ def test_training_starts_from_medusa_1() -> None:
     ours, theirs = head(batch, 3), first(batch, 3)
     for a, b in zip(ours.steps, theirs.steps, strict=True):
         torch.testing.assert_close(a.logits, b.logits, atol=1e-4, rtol=1e-4)
-    again = restart(head, options, target)
-    assert all(torch.equal(x, again.state_dict()[name]) for name, x in head.state_dict().items())
-    with pytest.raises(
-        UserError, match=r"head.num_layers is 1, but the head that train.warm_start names \(run\) has 2"
-    ):
-        adopt_options(Medusa2Options(3, 1), first, target, "run")
 
 
 def test_training_goes_on_with_another_dropout_and_rate() -> None:
@@ -219,12 +215,6 @@ def test_training_goes_on_with_another_dropout_and_rate() -> None:
         adopt_options(replace(options, lora_r=8), head, target, "run")
 
 
-def requests(count: int) -> list[Request]:
-    generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(5, 150, (4 + i % 5,), generator=generator).tolist() for i in range(count)]
-    return [Request.seeded(f"p{i}", "ab"[i % 2], prompt, 12, 0) for i, prompt in enumerate(prompts)]
-
-
 def test_what_is_deployed_is_lossless_to_the_tuned_target_and_compared_with_the_original() -> None:
     target, head, _ = example()
     deployed = head.deployed(target).eval()
@@ -234,18 +224,18 @@ def test_what_is_deployed_is_lossless_to_the_tuned_target_and_compared_with_the_
     plain = head_system("medusa", build_medusa(MedusaOptions(3), target, None).eval(), 3, 3)
     assert (system.name, system.info.tuned, system.info.lossy) == ("medusa2, tuned target", True, False)
     assert system.info.parameters == sum(p.numel() for p in head.parameters())
-    greedy = check_lossless(target, [system, plain], requests(6), Sampling())
+    greedy = check_lossless(target, [system, plain], requests(6, 12), Sampling())
     for name in greedy:
         one = greedy[name]["overall"]
         assert one.equal == one.checked == 6
         assert one.tau == pytest.approx(one.tau_simulated, abs=1e-9)
-    timings = run_systems(target, [system], [requests(6)], Sampling(), batch=2).by_name
+    timings = run_systems(target, [system], [requests(6, 12)], Sampling(), batch=2).by_name
     texts = {
         name: {g.request.sample_id: g.output_ids for d in timings[name][0] for g in d.generations}
         for name in ("", system.name)
     }
     for name, own in (("", target), (system.name, verifier)):
-        alone = decode_batch(own, TargetAlone(), requests(6), Sampling()).generations
+        alone = decode_batch(own, TargetAlone(), requests(6, 12), Sampling()).generations
         assert texts[name] == {g.request.sample_id: g.output_ids for g in alone}
     assert texts[""] != texts[system.name]
     originals = Originals(target, distinct(timings[""], Sampling()), lambda generation: {})
@@ -262,7 +252,7 @@ def test_training_scores_drafts_by_the_tuned_target(sampling: Sampling) -> None:
     target, head, _ = example()
     deployed = head.deployed(target).eval()
     verifier = deployed.verifier(target)
-    own = decode_batch(verifier, TargetAlone(), requests(6), sampling).generations
+    own = decode_batch(verifier, TargetAlone(), requests(6, 12), sampling).generations
     expected = simulate_generations(verifier, deployed, own, sampling, 3).tallies
     found = simulate_generations(target, head, own, sampling, 3).tallies
     assert [t[2].tau for t in found] == pytest.approx([t[2].tau for t in expected], abs=1e-9)
@@ -281,7 +271,7 @@ def test_the_trees_of_a_tuned_target_are_timed() -> None:
 def test_two_targets_are_compared_token_by_token() -> None:
     target, head, _ = example()
     tuned = head.deployed(target).verifier(target)
-    texts = decode_batch(target, TargetAlone(), requests(5), Sampling(1.0)).generations
+    texts = decode_batch(target, TargetAlone(), requests(5, 12), Sampling(1.0)).generations
     same, apart, count = 0, 0.0, 0
     for text in texts:
         ids = torch.tensor([[*text.request.prompt_ids, *text.output_ids]])
@@ -345,24 +335,28 @@ def test_the_tuned_target_and_the_adapter_are_exported(tmp_path: Path) -> None:
     ("options", "said"),
     [
         (
-            Medusa2Options(target_modules=["q_proj", "q_prog"]),
+            {"target_modules": ["q_proj", "q_prog"]},
             "head.target_modules names 'q_prog', but no linear layer of the target tiny is called so: choose among "
             "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj.",
         ),
         (
-            Medusa2Options(target_modules=["lm_head"]),
+            {"target_modules": ["lm_head"]},
             "head.target_modules names 'lm_head', the output projection: set head.tune_lm_head instead.",
         ),
         (
-            Medusa2Options(tune_lm_head=True),
+            {"target_modules": []},
+            "head.target_modules is []: name linear layers of the target, or null for all of them.",
+        ),
+        (
+            {"tune_lm_head": True},
             "head.tune_lm_head is true, but the output projection of the target tiny is its input embedding, which would "
             "change with it: leave it out.",
         ),
     ],
 )
-def test_what_cannot_be_tuned_is_one_sentence(options: Medusa2Options, said: str) -> None:
+def test_what_cannot_be_tuned_is_one_sentence(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
-        build(options, make_target(tie_word_embeddings=True), None)
+        build(Medusa2Options(**options), make_target(tie_word_embeddings=True), None)
     assert str(caught.value) == said
 
 
@@ -417,11 +411,6 @@ def test_what_no_text_reaches_has_no_adapter() -> None:
     assert any("v_proj" in name for name, _ in head.named_parameters())
 
 
-def test_an_adapter_of_no_modules_is_refused() -> None:
-    with pytest.raises(UserError, match=r"head\.target_modules is"):
-        Medusa2Options(target_modules=[])
-
-
 @pytest.mark.parametrize(("key", "value"), [("tuned_weight", 1.0), ("ramp", 0.5), ("tuned_kind", "hard_ce")])
 def test_losses_of_a_tuned_target_need_one(key: str, value: object) -> None:
     target, head, _ = example()
@@ -429,5 +418,3 @@ def test_losses_of_a_tuned_target_need_one(key: str, value: object) -> None:
     spec.check_head(head)
     with pytest.raises(UserError, match=f"loss.{key} is {value}, but medusa heads leave the target as it is"):
         spec.check_head(build_medusa(MedusaOptions(2), target, None))
-    with pytest.raises(UserError, match=r"loss.ramp is 1.5"):
-        LossSpec(ramp=1.5)

@@ -15,7 +15,6 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.peagle import head as peagle
 from draftsmith.heads.peagle.head import PEagleHead, build
-from draftsmith.heads.warm_start import adopt_options
 from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
@@ -190,16 +189,6 @@ def test_the_mask_token_that_a_target_offers(tmp_path):
 def test_keeping_all_rows_leaves_no_least_share():
     with pytest.raises(UserError, match=r"head\.keep_min is 0\.1, but head\.keep is 1"):
         PEagleOptions(keep=1.0, keep_min=0.1)
-
-
-def test_a_warm_start_takes_the_heads_mask_token_and_layers():
-    target = make_target()
-    head = make_head(target, num_hidden_layers=4)
-    assert adopt_options(PEagleOptions(depths=3), head, target, "x").mask_token_id == 4
-    with pytest.raises(UserError, match=r"head\.mask_token_id is 5, but .* has 4"):
-        adopt_options(PEagleOptions(mask_token_id=5), head, target, "x")
-    with pytest.raises(UserError, match=r"head\.num_hidden_layers is 2, but .* has 4"):
-        adopt_options(PEagleOptions(num_hidden_layers=2), head, target, "x")
 
 
 def test_a_config_without_its_mask_token_is_refused(tmp_path):

@@ -1,0 +1,255 @@
+"""What drafters with a head share: chains, static trees, and the cache of a head's own layers.
+
+`draft_chain` and `draft_tree` take the logits of all depths at once, for heads whose distribution depends on the depth alone.
+`grow_tree` drafts level by level, for heads whose distribution depends on the tokens before. A `CachedDrafter` runs and appends a
+round's new tokens; what its draft writes behind them is never kept: the next round overwrites it.
+
+Shapes: B rows, b some of these rows, K drafted tokens, N nodes, n nodes of one level (or new tokens), m of them with children (or
+entries that are run), T nodes with children (or entries behind the cached ones), M nodes up to the last of these, C children of a
+node, X the width of what a node is drafted from, W draft vocab, S slots, D head size, H hidden.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.decoder.cache import KVCache, build_mask, llama_layer_shapes
+from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, Prompts, StatelessDrafter, chain_above, numbers
+from draftsmith.decoder.growth import Level, child_uniforms, growth
+from draftsmith.decoder.sampling import DRAFT, draw, draw_children, probs, uniforms
+from draftsmith.decoder.trees import DynamicTree, StaticTree
+from draftsmith.heads.base import DraftHead
+
+
+def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, greedy: bool) -> Draft:
+    """Return a chain of K tokens: drawn under the target's sampling settings, or (greedy) the most likely ones."""
+    drafted_B = state.limit_B.clamp(0, logits_BKW.shape[1])
+    if greedy or state.sampling.greedy:
+        return Draft.chain(state.root_B, head.target_ids(logits_BKW.argmax(-1)), drafted_B)
+    draft_probs_BKW = probs(logits_BKW, state.sampling)
+    uniform_BK = uniforms(state.keys_B, state.length_B, DRAFT, logits_BKW.shape[1])
+    drawn_BK = draw(draft_probs_BKW.flatten(0, 1), uniform_BK.flatten()).view_as(uniform_BK)
+    return Draft.chain(state.root_B, head.target_ids(drawn_BK), drafted_B, draft_probs_BKW, head.draft_vocab)
+
+
+def draft_tree(state: DecodeState, logits_BKW: Tensor, head: DraftHead, whole: StaticTree, *, drawn: bool) -> Draft:
+    """Return a static tree, no deeper than K, of each depth's most likely tokens.
+
+    whole: the uncut tree; each node's random number goes by its place there, so cutting changes no draw. drawn: each node's children are drawn
+    from the depth's distribution instead, without replacement.
+    """
+    tree = whole.cut(logits_BKW.shape[1])
+    if drawn and not state.sampling.greedy:
+        return _drawn(state, probs(logits_BKW, state.sampling), head, whole, tree)
+    shape = tree.on(logits_BKW.device)
+    best_BKR = logits_BKW.topk(min(tree.ranks, logits_BKW.shape[-1]), -1).indices
+    chosen_BN = best_BKR[:, shape.depth_N[1:] - 1, shape.rank_N[1:]]
+    return Draft.static(state.root_B, head.target_ids(chosen_BN), tree, state.limit_B)
+
+
+def _drawn(state: DecodeState, draft_probs_BKW: Tensor, head: DraftHead, whole: StaticTree, tree: StaticTree) -> Draft:
+    plan, shape = growth(tree, draft_probs_BKW.device), tree.on(draft_probs_BKW.device)
+    inner_BTW = draft_probs_BKW[:, shape.depth_N[plan.inner_T]]
+    child_BTC = draw_children(inner_BTW, child_uniforms(state, whole, plan.inner_T))
+    first, drafted = 0, []
+    for level in plan.levels:
+        drafted.append(child_BTC[:, first + level.parent_n, level.sibling_n])
+        first += level.above
+    tokens_BN = head.target_ids(torch.cat(drafted, 1))
+    draft = Draft.static(state.root_B, tokens_BN, tree, state.limit_B)
+    return replace(draft, draft_probs_BMW=inner_BTW[:, plan.probs_M], vocab_W=head.draft_vocab)
+
+
+def grow_tree(
+    state: DecodeState,
+    root_BX: Tensor,
+    head: DraftHead,
+    whole: StaticTree,
+    depth: int,
+    logits: Callable[[int, Tensor], Tensor],
+    run: Callable[[int, Level, Tensor, Tensor], Tensor],
+    *,
+    drawn: bool,
+) -> Draft:
+    """Return a static tree, drafted level by level; only nodes with children are run.
+
+    root_BX: what the first level is drafted from. whole: the tree, which is cut to `depth`, as in `draft_tree`. logits(step, x_BmX):
+    [B, m, W] of the nodes' children. run(step, level, x_BmX, tokens_Bm): the same for the children that have children themselves,
+    whose tokens are given.
+    """
+    tree = whole.cut(depth)
+    plan = growth(tree, root_BX.device)
+    drawn = drawn and not state.sampling.greedy
+    x_BmX, done = root_BX[:, None], 0
+    tokens: list[Tensor] = []
+    draft_probs: list[Tensor] = []
+    for step, level in enumerate(plan.levels):
+        logits_BmW = logits(step, x_BmX)
+        if drawn:
+            draft_probs.append(probs(logits_BmW, state.sampling))
+            uniform_BmC = child_uniforms(state, whole, plan.inner_T[done : done + level.above])
+            choice_Bn = draw_children(draft_probs[-1], uniform_BmC)[:, level.parent_n, level.sibling_n]
+        else:
+            best_BmR = logits_BmW.topk(min(plan.ranks, logits_BmW.shape[-1]), -1).indices
+            choice_Bn = best_BmR[:, level.parent_n, level.rank_n]
+        tokens.append(head.target_ids(choice_Bn))
+        done += level.above
+        if len(level.inner_m):
+            x_BmX = run(step, level, x_BmX, tokens[-1][:, level.inner_m])
+    draft = Draft.static(state.root_B, torch.cat(tokens, 1), tree, state.limit_B)
+    if not drawn:
+        return draft
+    return replace(draft, draft_probs_BMW=torch.cat(draft_probs, 1)[:, plan.probs_M], vocab_W=head.draft_vocab)
+
+
+class HeadDrafter(StatelessDrafter):
+    """The base of drafters of chains and trees. One that keeps something between rounds overrides `start`, `admit` and `select`.
+
+    Args:
+        head: the head that drafts.
+        num_speculative_tokens: length of a chain, and the most that a tree is deep.
+        tree: None for chains.
+        drawn: a static tree's tokens are drawn without replacement instead of being the most likely ones.
+        greedy_drafts: a chain of argmaxes at every temperature, as vLLM drafts.
+    """
+
+    name = ""
+    """In results; "" stands for the name of the head's method."""
+
+    def __init__(
+        self,
+        head: DraftHead,
+        num_speculative_tokens: int,
+        *,
+        tree: StaticTree | DynamicTree | None = None,
+        drawn: bool = False,
+        greedy_drafts: bool = False,
+    ) -> None:
+        most = head.drafts.max_speculative_tokens
+        assert not drawn or isinstance(tree, StaticTree)
+        assert num_speculative_tokens >= 1
+        assert most is None or num_speculative_tokens <= most
+        assert tree is None or tree.depth <= num_speculative_tokens
+        self.head: Any = head.eval()
+        self.name, self.layer_ids = self.name or head.method, head.reads.layer_ids
+        self.num_speculative_tokens = num_speculative_tokens if tree is None else tree.depth
+        self.tree: Any = tree
+        self.max_nodes = 1 + num_speculative_tokens if tree is None else tree.max_nodes
+        self.drawn, self.greedy_drafts = drawn, greedy_drafts
+
+    def draft_all(self, state: DecodeState, logits_BKW: Tensor) -> Draft:
+        """Return the draft of K tokens, or a tree no deeper, from the logits of all depths at once."""
+        if self.tree is not None:
+            return draft_tree(state, logits_BKW, self.head, self.tree, drawn=self.drawn)
+        return draft_chain(state, logits_BKW, self.head, greedy=self.greedy_drafts)
+
+
+class LayerCache(KVCache):
+    """Keys and values of the layers of `module`, which also has their `config` and `rotary_emb`, for the sequences of a batch.
+
+    window: how many tokens an entry sees, itself the last of them; None for all.
+    """
+
+    def __init__(self, module: Any, rows: int, capacity: int, window: int | None = None) -> None:
+        self.rotary, self.like, self.window = module.rotary_emb, module.layers[0].self_attn.q_proj.weight, window
+        shapes = llama_layer_shapes(module.config, len(module.layers), self.like.dtype)
+        super().__init__(shapes, rows, capacity, self.like.device)
+        self._table = self.rotary.table(capacity, self.like)
+
+    def rotation(self) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [B, m, D] of the staged entries as a chain behind the cached ones."""
+        at = self.staged
+        return self._rotation(at.lengths_B, at.longest, at.count)
+
+    def rotations_apart(self, count: int, longest: int) -> list[tuple[Tensor, Tensor]]:
+        """Return cosines and sines [B, 1, D] of each of the next `count` positions. longest: see `KVCache.stage`."""
+        if self._table is None:  # where they depend on the longest position of a call
+            return [self._rotation(self.lengths_B + k, longest + k, 1) for k in range(count)]
+        cos, sin = self._rotation(self.lengths_B, longest, count)
+        return list(zip(cos.split(1, 1), sin.split(1, 1), strict=True))
+
+    def _rotation(self, base_B: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """first: where a single row begins, whose positions are then one slice."""
+        if self._table is not None and len(base_B) == 1:
+            return self._table[0][None, first : first + count], self._table[1][None, first : first + count]
+        position_Bm = base_B[:, None] + numbers(0, count, base_B.device)
+        if self._table is None:
+            return self.rotary(self.like, position_Bm)
+        return self._table[0][position_Bm], self._table[1][position_Bm]
+
+    def chain_mask(self) -> Tensor | None:
+        """Return the mask of the staged entries as a chain behind the cached ones; None where one entry sees every slot."""
+        at = self.staged
+        if at.count == 1 and at.single and self.window is None:
+            return None
+        above_BTT = chain_above(at.count, at.lengths_B.device).expand(len(at.lengths_B), -1, -1)
+        return self.tree_mask(above_BTT, range(at.count))
+
+    def tree_mask(self, above_BmT: Tensor, depths: Sequence[int]) -> Tensor:
+        """Return the mask of the staged entries, bool [B, 1, m, S], where each sees the cached ones and those of `above_BmT`.
+
+        depths: the T entries' distances from the first position behind the cached ones.
+        """
+        at, depth_BT = self.staged, None
+        if self.window is not None:
+            depth_BT = torch.tensor([depths], device=at.lengths_B.device).expand(len(above_BmT), -1)
+        return build_mask(at.lengths_B, above_BmT, at.visible, depth_BT, self.window)
+
+
+class CachedDrafter(HeadDrafter):
+    """The base of drafters whose head has layers of its own; subclasses run them over new tokens (`run`)."""
+
+    cache: Any = None
+    """The `LayerCache` of the batch at work; None for a head without layers."""
+
+    @property
+    def layered(self) -> Any:
+        """The module with the layers, None for a head without any."""
+        return self.head
+
+    def most_entries(self) -> int:
+        """Return the most entries behind the cached ones that a round writes and does not keep, less one."""
+        return self.num_speculative_tokens
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Allocate the cache."""
+        if self.layered is not None:
+            slots = capacity + self.most_entries() + 1
+            self.cache = LayerCache(self.layered, rows, slots, getattr(self.head, "window", None))
+
+    def select(self, rows: Tensor) -> None:
+        if self.cache is not None:
+            self.cache.select(rows)
+
+    @torch.no_grad()
+    def admit(self, prompts: Prompts) -> None:
+        """Run new prompts; the next proposal runs their last token again, to draft from it."""
+        if self.cache is not None and prompts.new_tokens.tokens_Bn.shape[1] > 1:
+            self.read(prompts.new_tokens, prompts.length_b, 0, prompts.rows_b)
+
+    def read(
+        self, new_tokens: NewTokens, length_B: Tensor, longest: int, rows_b: Tensor | None = None, more: int = 0
+    ) -> Any:
+        """Run new tokens, the last of which make a row `length_B` long, and append them; return what `run` returns.
+
+        longest: an upper bound of where a row's new tokens begin, exact for a single row. rows_b: the rows that are read, None
+        for all. more: entries behind the new tokens that are run and not kept.
+        """
+        self.cache.rollback(length_B - new_tokens.count_B, rows_b)
+        self.cache.stage(new_tokens.tokens_Bn.shape[1] + more, rows_b, longest)
+        outputs = self.run(new_tokens)
+        self.cache.append(new_tokens.count_B, rows_b)
+        return outputs
+
+    def read_last(self, state: DecodeState) -> Tensor:
+        """Run and append this round's new tokens; return the output [B, H] at each row's last one."""
+        out_BnH = self.read(state.new_tokens, state.length_B, state.longest_before)
+        return out_BnH[:, -1] if len(out_BnH) == 1 else state.new_tokens.at_last(out_BnH)
+
+    def run(self, new_tokens: NewTokens) -> Tensor | None:
+        """Run the head's layers over new tokens [B, n], which fill the cache's staged entries; return their outputs [B, n, H],
+        or None where no draft is made of these."""
+        raise NotImplementedError

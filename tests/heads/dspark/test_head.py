@@ -32,7 +32,7 @@ from draftsmith.heads.dspark.head import (
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.drafters import at_temperature, select_drafters
-from draftsmith.train import heldout as after_training
+from draftsmith.train import metrics as after_training
 from tests.heads.blocks import make_head, make_target, packed, requests, slow_states, trained
 
 pytestmark = pytest.mark.full

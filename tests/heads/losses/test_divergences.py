@@ -23,7 +23,6 @@ from draftsmith.train.schedule import build_optimizers
 from tests.batches import documents_of, pack
 from tests.gpu.support import OPTIONS
 from tests.heads.losses.oracles import ORACLES, Row
-from tests.models import make_target
 
 pytestmark = pytest.mark.full
 
@@ -110,9 +109,8 @@ def test_distributions_with_zeros_give_finite_losses_and_gradients(spec, logits)
     ("kind", "method"), [*((kind, "eagle3") for kind in LOSSES), *(("kl", one) for one in methods() if one != "eagle3")]
 )
 @pytest.mark.slow
-def test_every_loss_and_every_head_train(kind, method):
+def test_every_loss_and_every_head_train(kind, method, target):
     """A few steps on one batch bring the loss down, and move every trained parameter."""
-    target = make_target()
     torch.manual_seed(0)
     options = OPTIONS.get(method) or find_method(method).options_class()
     head = find_method(method).build(options, target, torch.arange(0, 160, 2) if method == "eagle3" else None)

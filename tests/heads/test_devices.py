@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from draftsmith.eval.simulate.headless import draft_model_simulator
 
 from draftsmith.data.batch import collate
 from draftsmith.data.features.extract import compute_features, summarise_logits
@@ -20,7 +19,7 @@ from draftsmith.decoder.sampling import Sampling, row_key
 from draftsmith.decoder.selfcheck import check_decoding
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.decoder.verify import Typical
-from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.eval.simulate.texts import draft_model_simulator, simulate_generations
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor

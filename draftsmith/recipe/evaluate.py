@@ -7,7 +7,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree, load_tree
 from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError
-from draftsmith.eval.drafters.baselines import BaselineSpec
+from draftsmith.eval.drafters.baseline_spec import BaselineSpec
 from draftsmith.fields import BATCH, LATER, SHARE, TOKENS, Dtype, check_fields, require, within
 
 TEMPERATURE = within(0, 100)

@@ -1,7 +1,7 @@
 """What a head is compared with: drafters without a head, and transformers' own decoding.
 
-A new drafter without a head is a module, its options in `BaselineSpec`, and one entry of `BASELINES`; recipe, help, checks and
-evaluation read these. `generate` (alone, with an assistant model, with prompt lookup) is reported beside our target alone, never
+A new drafter without a head is a module, its options in `BaselineSpec`, and an entry of `OPTIONS` and of `BASELINES`; recipe, help,
+checks and evaluation read these. `generate` (alone, with an assistant model, with prompt lookup) is reported beside our target alone, never
 instead of it; a streamer notes when its tokens come, so that the prefill needs no call of its own.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,64 +22,11 @@ from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding,
 from draftsmith.decoder.drafters.texts import MAX_NGRAM, PromptLookup
 from draftsmith.decoder.loop import Stopwatch
 from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.drafters.baseline_spec import BaselineSpec
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.simulate.texts import draft_model_simulator, simulate_prompt_lookup, simulate_suffix_decoding
-from draftsmith.fields import LATER, check_fields, require, within
 from draftsmith.storage import fingerprint
 from draftsmith.target.target import Target
-
-
-@dataclass(frozen=True)
-class BaselineSpec:
-    """A drafter that is not trained here."""
-
-    kind: str = ""
-    """prompt_lookup repeats what followed the last tokens when they occurred before; suffix takes what followed them most often,
-    in earlier answers too; lookahead lets the target guess ahead in the pass that verifies; draft_model is a smaller model."""
-    path: str | None = None
-    """draft_model: folder or Hub name of a model with the target's tokenizer."""
-    max_ngram: int | None = field(default=None, metadata=within(1, 64))
-    """prompt_lookup: the most tokens that are looked up; null is 3."""
-    W: int | None = field(default=None, metadata=LATER | within(1, 128))
-    """lookahead: columns of the window of guesses; null is 15."""
-    N: int | None = field(default=None, metadata=LATER | within(2, 32))
-    """lookahead: tokens of an n-gram, so that at most N - 1 are accepted at once; null is 5."""
-    G: int | None = field(default=None, metadata=LATER | within(1, 128))
-    """lookahead: the most n-grams that are verified at once; null is 15."""
-    tree: bool | None = field(default=None, metadata=LATER)
-    """suffix: draft a tree of the likeliest continuations; null is false, a chain, as vLLM does."""
-    alpha: float | None = field(default=None, metadata=LATER | within(0, 64, above=True))
-    """suffix: drafted tokens for each token of the match, at most; null is 1. vLLM's suffix_decoding_max_spec_factor."""
-    max_tree_depth: int | None = field(default=None, metadata=LATER | within(2, 1024))
-    """suffix: the most tokens of a match and its draft together; null is 24. vLLM's suffix_decoding_max_tree_depth."""
-    min_token_prob: float | None = field(default=None, metadata=LATER | within(0, 1, above=True))
-    """suffix: the least probability, by counts, of a path that is drafted; null is 0.1. vLLM's suffix_decoding_min_token_prob."""
-    outputs: str | None = field(default=None, metadata=LATER)
-    """suffix: an answers.jsonl of draftsmith with earlier outputs, such as the run's own; null looks at a prompt's own text alone."""
-    max_cached_requests: int | None = field(default=None, metadata=LATER | within(1, 10**6))
-    """suffix: take the last so many answers of `outputs`; null is 10000. vLLM's suffix_decoding_max_cached_requests."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "evaluate.baselines: ")
-        kinds = [*BASELINES]
-        known = self.kind in BASELINES
-        require(known, "evaluate.baselines: kind", self.kind, f"choose {', '.join(kinds[:-1])} or {kinds[-1]}")
-        where = f"evaluate.baselines, {self.kind}"
-        takers = {option: kind for kind, baseline in BASELINES.items() for option in baseline.options}
-        for option, kind in takers.items():
-            value = getattr(self, option)
-            require(kind == self.kind or value is None, f"{where}: {option}", value, f"only {kind} takes it")
-        if self.kind == "draft_model":
-            require(bool(self.path), f"{where}: path", self.path, "name the folder of the draft model")
-        if self.outputs is None:
-            value = self.max_cached_requests
-            require(value is None, f"{where}: max_cached_requests", value, "it counts answers of `outputs`; name those")
-
-    @property
-    def chosen(self) -> dict[str, Any]:
-        """The options that are set, for names."""
-        options = {option: getattr(self, option) for option in BASELINES[self.kind].options}
-        return {option: value for option, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -95,17 +41,9 @@ class Supplies:
     read_outputs: Callable[[str], Sequence[Sequence[int]]]
 
 
-@dataclass(frozen=True)
-class Baseline:
-    """A kind of baseline. options: the fields of `BaselineSpec` that it takes, no other kind does. make: its system."""
-
-    options: tuple[str, ...]
-    make: Callable[[BaselineSpec, Supplies], SystemUnderTest]
-
-
 def make_baseline(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
     """Return the drafter that a recipe names. Raises UserError for a model or file that cannot be used."""
-    return BASELINES[spec.kind].make(spec, supplies)
+    return BASELINES[spec.kind](spec, supplies)
 
 
 def _prompt_lookup(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
@@ -178,15 +116,13 @@ def _draft_model(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
     )
 
 
-BASELINES: dict[str, Baseline] = {
-    "prompt_lookup": Baseline(("max_ngram",), _prompt_lookup),
-    "suffix": Baseline(
-        ("tree", "alpha", "max_tree_depth", "min_token_prob", "outputs", "max_cached_requests"), _suffix
-    ),
-    "lookahead": Baseline(("W", "N", "G"), _lookahead),
-    "draft_model": Baseline(("path",), _draft_model),
+BASELINES: dict[str, Callable[[BaselineSpec, Supplies], SystemUnderTest]] = {
+    "prompt_lookup": _prompt_lookup,
+    "suffix": _suffix,
+    "lookahead": _lookahead,
+    "draft_model": _draft_model,
 }
-"""The kinds of baselines, by name."""
+"""What makes the system of each kind."""
 
 
 GENERATE = "transformers: generate"

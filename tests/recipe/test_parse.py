@@ -1,6 +1,8 @@
 """Recipes: every file parses, overrides set their key, mistakes are named."""
 
 import re
+import subprocess
+import sys
 from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
@@ -96,6 +98,13 @@ def test_mistakes_in_the_file_name_the_key(tmp_path: Path, text: str, named: str
     with pytest.raises(UserError, match=named) as caught:
         parse_recipe(write(tmp_path, text))
     assert "\n" not in str(caught.value)
+
+
+def test_reading_a_recipe_needs_no_transformers() -> None:
+    """Which takes seconds to import."""
+    code = "import sys; from draftsmith import load_recipe; load_recipe('eagle3/tiny'); print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 def test_empty_sections_are_the_defaults(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import StaticTree
-from draftsmith.eval.drafters.baselines import BaselineSpec, Supplies, make_baseline
+from draftsmith.eval.drafters.baseline_spec import BaselineSpec
+from draftsmith.eval.drafters.baselines import Supplies, make_baseline
 from draftsmith.eval.drafters.system import SystemUnderTest, head_system, simulate_systems
 from draftsmith.heads.registry import find_method
 from draftsmith.target.target import Target, TargetOutput

@@ -14,7 +14,8 @@ from draftsmith.decoder.loop import Loop
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.drafters.baselines import BaselineSpec, Supplies, make_baseline
+from draftsmith.eval.drafters.baseline_spec import BaselineSpec
+from draftsmith.eval.drafters.baselines import Supplies, make_baseline
 from draftsmith.eval.drafters.system import DraftInfo, SystemUnderTest, head_system
 from draftsmith.eval.planner.plan import (
     PAYS,

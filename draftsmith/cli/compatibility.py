@@ -47,7 +47,7 @@ def run_fit(head_folder: Path, target: str) -> int:
     made_for = with_parts(read_record(folder) or read_unrecorded(folder), now)
     differences, unknown = {one.kind: one for one in compare(made_for, now)}, not_compared(made_for, now)
     lines = [_line(kind, differences.get(kind), kind in unknown, made_for, now) for kind in KINDS]
-    checks = [replace(one, found=one_line(one.found), fix=one_line(one.fix)) for one in (head, *lines)]
+    checks = [replace(one, detail=one_line(one.detail), fix=one_line(one.fix)) for one in (head, *lines)]
     bad = [check.name for check in checks if check.state == "bad"]
     if len(unknown) == len(KINDS):
         verdict, code = f"Nothing is recorded that says whether {folder} fits {target}: measure it.", 1

@@ -45,7 +45,7 @@ class Check:
 
     name: str
     state: str
-    found: str
+    detail: str
     fix: str = ""
 
 
@@ -74,16 +74,16 @@ def check_rooms(package: Path = PACKAGE) -> Iterator[Check]:
     """The rooms inside the package are links to the folders beside it (or real folders, once installed)."""
     lost = [room for room in ROOMS if not (package / room).is_dir()]
     if lost:
-        found = f"{', '.join(lost)}: not a folder; an archive was unpacked without links"
-        yield Check("Rooms", "bad", found, f"in the repository: {LINK_COMMAND}")
+        detail = f"{', '.join(lost)}: not a folder; an archive was unpacked without links"
+        yield Check("Rooms", "bad", detail, f"in the repository: {LINK_COMMAND}")
     elif not (package.parent / "pyproject.toml").exists():
         yield Check("Rooms", "ok", "folders of the installed package")
     else:
         copies = [room for room in ROOMS if (package / room).resolve() != (package.parent / room).resolve()]
         if copies:
-            found = f"{', '.join(copies)}: a copy, so edits of the top-level folder have no effect"
+            detail = f"{', '.join(copies)}: a copy, so edits of the top-level folder have no effect"
             fix = f"in the repository: (cd draftsmith && rm -r {' '.join(copies)}); {LINK_COMMAND}"
-            yield Check("Rooms", "bad", found, fix)
+            yield Check("Rooms", "bad", detail, fix)
         else:
             yield Check("Rooms", "ok", "links to the top-level folders")
 
@@ -118,12 +118,12 @@ def check_torch() -> Iterator[Check]:
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
             bf16 = device.major >= 8 or torch.version.hip is not None
-            found = f"{device.name}, {device.total_memory / GB:.0f} GB, bf16 {'yes' if bf16 else 'no'}"
+            detail = f"{device.name}, {device.total_memory / GB:.0f} GB, bf16 {'yes' if bf16 else 'no'}"
             fix = "" if bf16 else "train and decode in float32 or float16"
-            yield Check(f"GPU {index}", "ok" if bf16 else "note", found, fix)
+            yield Check(f"GPU {index}", "ok" if bf16 else "note", detail, fix)
     elif torch.version.cuda:
-        found = f"none that this CUDA {torch.version.cuda} build can use"
-        yield Check("GPU", "note", found, "check the driver with nvidia-smi; everything also runs on the CPU")
+        detail = f"none that this CUDA {torch.version.cuda} build can use"
+        yield Check("GPU", "note", detail, "check the driver with nvidia-smi; everything also runs on the CPU")
     elif shutil.which("nvidia-smi"):
         wheels = "https://download.pytorch.org/whl/cu130"
         fix = (
@@ -187,8 +187,8 @@ def check_hardware() -> Iterator[Check]:
         text = container.read_text(encoding="utf-8").strip() if container.is_file() else ""
         limit = min(limit, float(text)) if text.isdigit() else limit
     fix = "" if limit is None or limit >= 4 * GB else "the embedded default needs about 3 GB; close other programs"
-    found = "unknown on this system" if limit is None else f"{limit / GB:.1f} GB"
-    yield Check("Memory", "note" if fix or limit is None else "ok", found, fix)
+    detail = "unknown on this system" if limit is None else f"{limit / GB:.1f} GB"
+    yield Check("Memory", "note" if fix or limit is None else "ok", detail, fix)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Check("CPU", "ok" if cores >= 2 else "note", f"{cores} cores", "" if cores >= 2 else "expect twice the time")
     try:
@@ -213,8 +213,8 @@ def check_hub() -> Iterator[Check]:
             yield Check("Hub", "note", "not asked, as its library cannot be loaded", INSTALL)
         else:
             fix = "mend the network or the proxy to fetch models or data sets by name; HF_HUB_OFFLINE=1 forbids it"
-            found = "online; set HF_HUB_OFFLINE=1 to forbid the network" if why is None else f"does not answer ({why})"
-            yield Check("Hub", "note" if why else "ok", found, fix if why else "")
+            detail = "online; set HF_HUB_OFFLINE=1 to forbid the network" if why is None else f"does not answer ({why})"
+            yield Check("Hub", "note" if why else "ok", detail, fix if why else "")
     mode = os.environ.get("WANDB_MODE")
     yield Check("W&B", "ok", f"WANDB_MODE={mode}" if mode else "WANDB_MODE is not set; the recipe decides")
 
@@ -229,8 +229,8 @@ def check_accelerate() -> Iterator[Check]:
     values = dict(re.findall(r"^(\w+): *['\"]?(\w+)", file.read_text(encoding="utf-8"), flags=re.MULTILINE))
     kind, processes = values.get("distributed_type", "NO"), values.get("num_processes", "1")
     if processes != "1" and kind in ("NO", "MULTI_CPU"):
-        found = f"{file}: {processes} processes of {kind}, of which Accelerate starts one"
-        yield Check("Accelerate", "bad", found, "pass --launch accelerate/ddp-2cpu or accelerate/cpu")
+        detail = f"{file}: {processes} processes of {kind}, of which Accelerate starts one"
+        yield Check("Accelerate", "bad", detail, "pass --launch accelerate/ddp-2cpu or accelerate/cpu")
     else:
         yield Check("Accelerate", "ok", f"{file}: {kind}, {processes} process(es)")
 
@@ -263,7 +263,7 @@ CHECKS: tuple[Callable[[], Iterator[Check]], ...] = (
 def table(checks: list[Check]) -> str:
     """One line per check, and its fix on a line of its own, so that a command can be copied whole."""
     width = max(len(check.name) for check in checks)
-    lines = [f"{check.state:<4}  {check.name:<{width}}  {check.found}" for check in checks]
+    lines = [f"{check.state:<4}  {check.name:<{width}}  {check.detail}" for check in checks]
     fixes = [f"\n      {'':<{width}}  -> {check.fix}" if check.fix else "" for check in checks]
     return "\n".join(line + fix for line, fix in zip(lines, fixes, strict=True))
 

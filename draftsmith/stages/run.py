@@ -101,7 +101,7 @@ class RunDirectory:
 
     def _check_unclaimed(self, stage: str) -> None:
         """Raise UserError for files where a stage will write that run.json does not know."""
-        if self.record(stage) is None and (unknown := self._found(stage)):
+        if self.record(stage) is None and (unknown := self._files_of(stage)):
             raise UserError(
                 f"{unknown[0]} is there, but {self._file} does not know who made it: move it away, or choose another {self._key}."
             )
@@ -155,7 +155,7 @@ class RunDirectory:
         if record is None or record.earlier is None or record.redo != GROWN:
             return []
         same = set(differing(record.earlier["inputs"], record.inputs)) <= keys
-        return [earlier(path) for path in self._found(stage, kept=True)] if same else []
+        return [earlier(path) for path in self._files_of(stage, kept=True)] if same else []
 
     def _lock(self) -> None:
         """Lock the directory against other processes that make stages, until `finish` or the end of this process.
@@ -216,7 +216,7 @@ class RunDirectory:
             elif file.stat().st_size != size or (hashed and sha256_file(file) != digest):
                 yield file, "was changed"
 
-    def _found(self, stage: str, kept: bool = False) -> list[Path]:
+    def _files_of(self, stage: str, kept: bool = False) -> list[Path]:
         """Return what lies where a stage leaves its files and folders; kept: the places of what lies in `.earlier` beside them."""
         known = re.compile(KNOWN[stage])
         there = [self.path, *(self.path / name for name in FILES[stage] if (self.path / name).is_dir())]
@@ -227,7 +227,7 @@ class RunDirectory:
     def _left(self, stage: str) -> dict[str, tuple[int, str | None]]:
         """Return the files that a finished stage is made of: their sizes, and digests where that takes no time."""
         lasting: dict[str, tuple[int, str | None]] = {}
-        for entry in self._found(stage):
+        for entry in self._files_of(stage):
             for path in [entry] if entry.is_file() else sorted(entry.rglob("*")):
                 name = path.relative_to(self.path).as_posix()
                 if path.is_file() and LASTING.search(name):
@@ -241,7 +241,7 @@ class RunDirectory:
         if stage == "train":
             return any(self.path.glob("train/best")) or any(self.path.glob("train/step_*"))
         record = self.record(stage)
-        return bool(self._found(stage)) or (record is not None and record.redo == GROWN)
+        return bool(self._files_of(stage)) or (record is not None and record.redo == GROWN)
 
     def finish(self, stage: str, facts: dict[str, Any]) -> None:
         """Mark a stage as done, with the figures it reports and the files it left; then its earlier version goes."""
@@ -300,7 +300,7 @@ class RunDirectory:
 
     def _put_aside(self, stage: str) -> None:
         """Move what a stage made into `.earlier`; of two files of one name the first, which was whole, stays there."""
-        for path in self._found(stage):
+        for path in self._files_of(stage):
             if earlier(path).exists():
                 remove(path)
             else:
@@ -316,12 +316,12 @@ class RunDirectory:
             if root.redo != redo or root.state == "done" or (root.state == "running" and self._has_work(redo)):
                 continue
             if root.state == "running":
-                for path in self._found(redo):  # logs, which are no work
+                for path in self._files_of(redo):  # logs, which are no work
                     remove(path)
                 self._write({redo: aside(root.earlier, redo)})
             old = {name: record for name, record in self._read().items() if record.redo == redo and record.earlier}
             for name in old:
-                for path in self._found(name, kept=True):
+                for path in self._files_of(name, kept=True):
                     move(earlier(path), path)
                 self._tidy(name)
             self._write({name: as_record(name, record.earlier) for name, record in old.items()})
@@ -331,14 +331,14 @@ class RunDirectory:
 
     def _forget(self, stage: str) -> None:
         """Remove the earlier version of a stage that is done again."""
-        for path in self._found(stage, kept=True):
+        for path in self._files_of(stage, kept=True):
             remove(earlier(path))
         self._tidy(stage)
         self._write({stage: replace(self._read()[stage], earlier=None, redo="")})
 
     def _remove(self, stage: str) -> None:
         """Remove the files of a stage whose record says so, then the record; what others put beside them stays."""
-        for path in self._found(stage):
+        for path in self._files_of(stage):
             remove(path)
         self._tidy(stage)
         records = self._read()
@@ -357,7 +357,7 @@ class RunDirectory:
 
     def _check_inside(self, stage: str) -> None:
         """Raise UserError for files of others in the folders that a stage makes as a whole."""
-        for entry in self._found(stage):
+        for entry in self._files_of(stage):
             for path in sorted(entry.rglob("*")) if entry.is_dir() and not entry.is_symlink() else ():
                 if not path.is_dir() and not INSIDE.fullmatch(path.relative_to(self.path).as_posix()):
                     raise UserError(

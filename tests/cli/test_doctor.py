@@ -79,7 +79,7 @@ def test_links_that_are_small_files_or_copies_are_found_and_the_fix_mends_them(c
             (package / room).write_text(f"../{room}", encoding="utf-8")
     check = next(doctor.check_rooms(package))
     assert check.state == "bad"
-    assert check.found.startswith("data, eval: a copy" if copied else "data, eval: not a folder")
+    assert check.detail.startswith("data, eval: a copy" if copied else "data, eval: not a folder")
     subprocess.run(["bash", "-c", check.fix.split(": ", 1)[1]], cwd=tmp_path, check=True)
     assert next(doctor.check_rooms(package)).state == "ok"
 
@@ -139,7 +139,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = doctor.installed
     monkeypatch.setattr(doctor, "installed", lambda name: None if name in ("peft", "wandb") else real(name))
     check = next(doctor.check_packages())
-    assert (check.state, check.found) == ("bad", "missing: peft, wandb")
+    assert (check.state, check.detail) == ("bad", "missing: peft, wandb")
 
 
 def test_gpu_lines_follow_what_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +213,7 @@ def test_offline_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert next(doctor.check_hub()).state == "ok"
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "1")
-    assert next(doctor.check_hub()).found == "offline (TRANSFORMERS_OFFLINE)"
+    assert next(doctor.check_hub()).detail == "offline (TRANSFORMERS_OFFLINE)"
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""What lets CI fail, through the command line: --junit beside --fail-under, and compare."""
+"""What lets CI fail, through the command line: --fail-under of an evaluation, --junit beside it, and compare."""
 
 import json
 import os
@@ -9,8 +9,13 @@ from xml.etree import ElementTree
 import pytest
 
 from draftsmith.cli.main import main
-from draftsmith.eval.results.result import Result, write_result
+from draftsmith.eval.results.result import Result, read_result, write_result
+from draftsmith.heads.eagle1 import Eagle1Options
+from draftsmith.heads.eagle1 import head as eagle1
+from draftsmith.heads.export.export import export_head
+from draftsmith.target.target import load_target
 from tests.eval.gate.test_compare import decoded, scaled
+from tests.workplace import fails, make_workplace, options, save_untrained
 
 GATE = ["--fail-under", "tau=2", "--junit"]
 
@@ -28,7 +33,7 @@ def write(path: Path, result: Result) -> None:
     write_result(path, result)
 
 
-def fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def fails_at_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run a command that must fail with one sentence and write nothing; return it."""
     before = {path: path.lstat().st_mtime_ns for path in Path().rglob("*")}
     assert main(words) == 2
@@ -68,7 +73,7 @@ def test_a_file_for_junit_is_refused_before_any_work(
     (files / "folder.xml").mkdir()
     os.mkfifo(files / "pipe.xml")
     for command in (["report", "old.json", "--output", "report"], ["evaluate", "--target.path", "nowhere"], ["run"]):
-        assert said in fails([*command, *words], capsys)
+        assert said in fails_at_once([*command, *words], capsys)
 
 
 def test_compare_prints_keeps_and_judges(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,4 +163,92 @@ def test_compare_refuses_in_one_sentence(
     (files / "empty").mkdir()
     write_run("run", {"t0": 0.0, "t0.7": 0.7})
     write_run("twice", {"t0": 0.0, "again": 0.0}, "")
-    assert said in fails(["compare", *words], capsys)
+    assert said in fails_at_once(["compare", *words], capsys)
+
+
+@pytest.fixture(scope="module")
+def evaluate(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options that evaluate an untrained head on two slices of five prompts."""
+    folder = make_workplace(tmp_path_factory.mktemp("gating"), prompts=10)
+    fewer = {
+        "temperatures": "[0.0]",
+        "max_new_tokens": "8",
+        "repeats": "1",
+        "num_speculative_tokens": "1",
+        "max_k": "1",
+    }
+    fewer |= {"generate": "false"}
+    own = [word for key, value in fewer.items() for word in (f"--evaluate.{key}", value)]
+    return ["evaluate", "--head", str(save_untrained(folder)), *own, *options(folder, folder / "run")]
+
+
+@pytest.mark.full
+def test_refused_before_anything_is_decoded(evaluate: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    said = fails([*evaluate, "--fail-under", "chat.tau.low=2"], capsys)
+    assert "chat has 5 prompts, and there is no interval over fewer than 10" in said
+    assert not list(Path(evaluate[-1]).rglob("result.json"))
+
+
+@pytest.mark.full
+def test_a_published_head_of_another_method_than_the_recipes(
+    evaluate: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The names are those of the head that is given; what the recipe exports and trains does not concern it."""
+    head, target = tmp_path / "eagle1", load_target(str(Path(evaluate[-1]).parent / "target"))
+    export_head(eagle1.build(Eagle1Options(), target, None), target, head)
+    given = [
+        *evaluate,
+        "--head",
+        str(head),
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--export.layout",
+        "eagle3_llama_cpp",
+    ]
+    given += ["--head.draft_vocab_size", "999999", "--evaluate.beside.ours", evaluate[evaluate.index("--head") + 1]]
+    assert main([*given, "--no-decode", "--fail-under", "eagle3:tau_simulated=7.5"]) == 2
+    assert "no drafter eagle3; there are eagle1, ours" in capsys.readouterr().err
+    assert main([*given, "--no-decode", "--fail-under", "eagle1:code.tau_simulated=7.5"]) == 3
+    result = read_result(tmp_path / "run" / "simulation" / "t0" / "result.json")
+    assert set(result.drafters) == {"eagle1", "ours"}
+    assert main([*given, "--no-decode"]) == 0
+    assert "simulate: reusing" in capsys.readouterr().err
+    (head / "config.json").write_text(
+        (head / "config.json").read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1')
+    )
+    assert main([*given, "--no-decode"]) == 2
+    assert "(the head changed)" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_decoded_and_simulated_results_are_written_before_the_gate(
+    evaluate: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(evaluate[-1])
+    drafts = ["--evaluate.drafts", "[{tree: chain}, {tree: dynamic, depth: 2, branching: 2, total_tokens: 4}]"]
+    lines = "eagle3 dynamic 2x2, 4 tokens"
+    assert main([*evaluate, *drafts, "--no-decode", "--fail-under", f"{lines}:tau_simulated=1.5"]) == 2
+    assert f"{lines} cannot be simulated, so --no-decode leaves it out" in capsys.readouterr().err
+    gates = ["--fail-under", "tau=7.5,code.tau=7.5", "--fail-under", "eagle3:chat.tau_simulated=7.5"]
+    assert main([*evaluate, *gates]) == 3
+    missed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
+    overall = read_result(run / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall
+    assert overall.tau is not None
+    assert missed[0].startswith(f"draftsmith: eagle3 at T=0: tau {overall.tau:.4g} is below the threshold 7.5 (")
+    assert [line.split(": ")[2].split(" ")[0] for line in missed] == ["tau", "code.tau", "chat.tau_simulated"]
+    assert (run / "evaluation" / "report.html").exists()
+    assert main([*evaluate, "--fail-under", "speedup=0.001"]) == 0
+    assert "gate: passed (checks: 1)" in capsys.readouterr().err
+    checks, gates = run.parent / "checks.xml", "code.tau_simulated=7.5,tau_simulated.low=1.000001"
+    assert main([*evaluate, "--no-decode", "--fail-under", gates, "--junit", str(checks)]) == 3
+    result = read_result(run / "simulation" / "t0" / "result.json")
+    simulated = result.drafters["eagle3"]
+    assert simulated.overall.tau_simulated_interval is not None
+    low, high = simulated.overall.tau_simulated_interval
+    assert low <= simulated.overall.tau_simulated <= high
+    assert simulated.slices["code"].tau_simulated_interval is None, "five prompts"
+    decoded = read_result(run / "evaluation" / "t0" / "result.json")
+    assert result.settings.prompts == decoded.settings.prompts, "the same prompts"
+    cases = ElementTree.parse(checks).getroot().findall("testsuite/testcase")
+    named = [("code.tau_simulated@T0", 1), ("tau_simulated.low@T0", low < 1.000001)]
+    assert [(case.get("name"), len(case)) for case in cases] == named

@@ -1,4 +1,4 @@
-"""The command line: what a person types wrong, and what stands on the terminal."""
+"""The command line: what a person types wrong, what stands on the terminal, and where `--launch` takes modules from."""
 
 import json
 import subprocess
@@ -8,8 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from pkgutil import resolve_name
 
+import psutil
 import pytest
 
+from draftsmith.cli import launching
 from draftsmith.cli.commands import COMMANDS
 from draftsmith.cli.main import main
 from draftsmith.errors import StoppedError, UserError
@@ -223,3 +225,34 @@ def test_options_are_taken_wherever_they_stand() -> None:
         take_options(["--head"], options)
     with pytest.raises(UserError, match="--count is '0': give a whole number of at least 1"):
         take_options(["--count", "0"], options)
+
+
+ACCELERATE = Path(__file__).resolve().parents[2] / "recipes" / "accelerate"
+
+
+@pytest.mark.parametrize(
+    ("file", "processes"),
+    [
+        pytest.param("cpu.yaml", 1, marks=pytest.mark.full),
+        pytest.param("ddp-2cpu.yaml", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_modules_of_the_working_folder_are_not_run(
+    file: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by the launcher nor by its workers, nor those that lie beside the script."""
+    here, script = tmp_path / "here", tmp_path / "there" / "work.py"
+    for folder in (here, script.parent):
+        folder.mkdir()
+        for name in ("psutil", "accelerate", "yaml", "draftsmith"):
+            (folder / f"{name}.py").write_text(f"open({str(tmp_path / 'hostile')!r}, 'a').write(__file__)")
+    script.write_text(
+        "import os, psutil, draftsmith, accelerate\n"
+        f"open({str(tmp_path / 'worker')!r} + os.environ.get('RANK', '0'), 'w').write(psutil.__file__)"
+    )
+    monkeypatch.chdir(here)
+    words = [str(tmp_path), "--quiet", "--config_file", str(ACCELERATE / file), str(script)]
+    assert launching.run_launcher(words, processes) == 0
+    assert not (tmp_path / "hostile").exists()
+    for rank in range(processes):
+        assert (tmp_path / f"worker{rank}").read_text() == psutil.__file__

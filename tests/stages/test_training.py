@@ -1,15 +1,23 @@
-"""What the stage of training says: of the draft vocabulary, of how the head came to be, and of one that learned nothing."""
+"""The stage of training: what it says of the draft vocabulary and of heads that learned nothing, and what runs' fingerprints are made of,
+which is what it was when they were made."""
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import pytest
 
+from draftsmith.fields import LATER, fingerprint_fields
 from draftsmith.heads.vocab import Coverage
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.recipe.record import flat_inputs
+from draftsmith.recipe.schema import Recipe
 from draftsmith.stages import training
-from draftsmith.stages.training import Start, warn_of_untaught
+from draftsmith.stages.evaluation import NOT_MEASURED
+from draftsmith.stages.session import Session
+from draftsmith.stages.training import Start, _with_equal_batch, train_inputs, warn_of_untaught
 from tests.eval.training.test_history import line, make_run
 
 
@@ -62,3 +70,81 @@ def test_what_run_json_keeps() -> None:
     start = Start(SimpleNamespace(), [0, 2, 3], [1], Coverage(1.0, 0.9, {"chat": 0.9}), 77)  # type: ignore[arg-type]
     covered = {"training": 1.0, "heldout": 0.9, "heldout_by_slice": {"chat": 0.9}}
     assert start.facts() == {"answers": 3, "heldout_answers": 1, "longest": 77, "coverage": covered}
+
+
+ROOT = Path(__file__).resolve().parents[2]
+MADE = json.loads((ROOT / "tests" / "fixtures" / "fingerprints.json").read_text())
+"""Options of recipes, and what the fingerprints of their stages held when runs were made with them."""
+
+
+def trained(recipe: Recipe) -> dict[str, Any]:
+    target = SimpleNamespace(default_layer_ids=lambda: (2, 4, 6))
+    session = SimpleNamespace(recipe=recipe, upstream=lambda stage: stage, target=target, head_options=recipe.head)
+    return train_inputs(cast(Session, session))
+
+
+@pytest.mark.parametrize("made", MADE, ids=lambda made: " ".join(made["options"][1::2])[:40])
+def test_fingerprints_hold_what_they_held(made: dict[str, Any]) -> None:
+    recipe = parse_recipe(made["options"])
+    found = {
+        "answers": fingerprint_fields(recipe.answers),
+        "train": trained(recipe),
+        "evaluate": fingerprint_fields(recipe.evaluate, NOT_MEASURED),
+        "export": fingerprint_fields(recipe.export, ["layout"]),
+    }
+    assert {stage: flat_inputs(inputs) for stage, inputs in found.items()} == {k: made[k] for k in found}
+
+
+def test_dashboards_make_no_stage_again() -> None:
+    tracking = ["--tracking.backends", "[wandb, mlflow]", "--tracking.group", "g", "--tracking.artifacts", "all"]
+    plain, tracked = parse_recipe([]), parse_recipe(tracking)
+    assert plain.tracking != tracked.tracking
+    assert trained(plain) == trained(tracked)
+    sections = [field for field in vars(plain) if field != "tracking"]
+    assert [getattr(plain, name) for name in sections] == [getattr(tracked, name) for name in sections]
+
+
+@dataclass(frozen=True)
+class Inner:
+    old: int = 1
+    new: list[int] = field(default_factory=list, metadata=LATER)
+
+
+@dataclass(frozen=True)
+class Section:
+    inner: Inner = Inner()
+    several: list[Inner] = field(default_factory=lambda: [Inner()])
+    scale: float = field(default=0.5, metadata=LATER)
+
+
+@dataclass(frozen=True)
+class Heir(Section):
+    ALWAYS_IN_FINGERPRINT: ClassVar = frozenset({"scale"})
+
+
+def test_later_fields_are_left_out_at_their_defaults_alone() -> None:
+    assert fingerprint_fields(Section()) == {"inner": {"old": 1}, "several": [{"old": 1}]}
+    changed = Section(Inner(2, [3]), [Inner(new=[4])], 0.25)
+    expected = {"inner": {"old": 2, "new": [3]}, "several": [{"old": 1, "new": [4]}], "scale": 0.25}
+    assert fingerprint_fields(changed) == expected
+    assert fingerprint_fields(changed, ["several", "scale"]) == {"inner": {"old": 2, "new": [3]}}
+    assert fingerprint_fields(Heir())["scale"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("processes", "accumulation", "same"), [(2, 4, True), (1, 8, True), (8, 1, True), (2, 8, False), (1, 4, False)]
+)
+def test_processes_times_accumulation_is_what_a_resumed_training_depends_on(
+    processes: int, accumulation: int, same: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "step_5").mkdir()
+    (tmp_path / "step_5" / "DONE").write_text("")
+    (tmp_path / "step_5" / "progress.json").write_text('{"step": 5, "window": 8}')
+    session = SimpleNamespace(
+        processes=processes,
+        recipe=SimpleNamespace(train=SimpleNamespace(accumulation=accumulation)),
+        run=SimpleNamespace(record=lambda stage: SimpleNamespace(inputs={"train.accumulation": 8})),
+    )
+    inputs = {"train": {"accumulation": accumulation, "lr": 1.0}}
+    found = _with_equal_batch(cast(Session, session), inputs, tmp_path)
+    assert found == {"train": {"accumulation": 8 if same else accumulation, "lr": 1.0}}

@@ -74,7 +74,8 @@ def answers_stage(session: Session) -> Path | None:
         return None
     path, inputs = answers_file(session), answer_inputs(session)
     # Only where some are named is it looked up twice whether the answers are there: a finished run needs no server.
-    servers = _answer_servers(session) if spec.servers and not session.data.holds("answers", inputs) else []
+    asked = spec.servers if spec.servers and not session.data.holds("answers", inputs) else []
+    servers = [AnswerServer(url, [spec.served_name or session.target_path]) for url in asked]
     _grow(session, "answers", inputs, _DATA["answers"])
     if session.begin("answers", inputs):
         return path
@@ -115,12 +116,6 @@ def answers_stage(session: Session) -> Path | None:
     session.finish("answers", facts)
     say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens, {resumed}in {seconds:.0f} s, {path}")
     return path
-
-
-def _answer_servers(session: Session) -> list[AnswerServer]:
-    """Return the servers that the recipe lets answer. Raises UserError for one that does not serve the target."""
-    spec = session.recipe.answers
-    return [AnswerServer(url, [spec.served_name or session.target_path]) for url in spec.servers]
 
 
 def _compare(session: Session, samples: Sequence[Tokenized]) -> Likeness:

@@ -304,19 +304,16 @@ def _baselines(recipe: Recipe, target: Target, longest: int, tokenizer: Any) -> 
         check_context(f"draft model {model.path}", model.context_length, longest + spec.max_k)
         return model
 
-    supplies = Supplies(spec.num_speculative_tokens, spec.max_k, target.vocab_size, load_model, _read_outputs)
+    def read_outputs(path: str) -> list[list[int]]:
+        return [sample.ids[sample.mask].tolist() for sample in read_answers(Path(path)).samples]
+
+    supplies = Supplies(spec.num_speculative_tokens, spec.max_k, target.vocab_size, load_model, read_outputs)
     baselines = [make_baseline(baseline, supplies) for baseline in spec.baselines]
     for c in baselines:
         ahead = c.make(c.num_speculative_tokens).num_speculative_tokens
         if target.context_length is not None:
             check_context(f"target beside {c.name}", target.context_length, longest + ahead)
     return baselines
-
-
-def _read_outputs(path: str) -> list[list[int]]:
-    """Return the output tokens of a file of answers."""
-    samples = read_answers(Path(path)).samples
-    return [sample.ids[sample.mask].tolist() for sample in samples]
 
 
 def _load_draft_model(path: str, target: Target, tokenizer: Any, attn_implementation: str) -> Target:

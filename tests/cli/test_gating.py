@@ -196,15 +196,8 @@ def test_a_published_head_of_another_method_than_the_recipes(
     """The names are those of the head that is given; what the recipe exports and trains does not concern it."""
     head, target = tmp_path / "eagle1", load_target(str(Path(evaluate[-1]).parent / "target"))
     export_head(eagle1.build(Eagle1Options(), target, None), target, head)
-    given = [
-        *evaluate,
-        "--head",
-        str(head),
-        "--output_dir",
-        str(tmp_path / "run"),
-        "--export.layout",
-        "eagle3_llama_cpp",
-    ]
+    given = [*evaluate, "--head", str(head), "--output_dir", str(tmp_path / "run")]
+    given += ["--export.layout", "eagle3_llama_cpp"]
     given += ["--head.draft_vocab_size", "999999", "--evaluate.beside.ours", evaluate[evaluate.index("--head") + 1]]
     assert main([*given, "--no-decode", "--fail-under", "eagle3:tau_simulated=7.5"]) == 2
     assert "no drafter eagle3; there are eagle1, ours" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The command line: what a person types wrong, what stands on the terminal, and where `--launch` takes modules from."""
 
 import json
+import shlex
 import subprocess
 import sys
 from argparse import Namespace
@@ -206,18 +207,7 @@ def test_options_are_taken_wherever_they_stand() -> None:
         Option("--no-decode", None, ""),
         Option("--count", "N", "", whole_number("a whole number of at least 1")),
     ]
-    words = [
-        "--head",
-        "x",
-        "--head.sizes",
-        "[1,2]",
-        "--redo=a",
-        "--train.lr",
-        "-1",
-        "--head=y",
-        "--no-decode",
-        "--redo=b",
-    ]
+    words = shlex.split("--head x --head.sizes [1,2] --redo=a --train.lr -1 --head=y --no-decode --redo=b")
     own, rest = take_options(words, options)
     assert (own.head, own.redo, own.no_decode, own.count) == (Path("y"), ["a", "b"], True, None)
     assert rest == ["--head.sizes", "[1,2]", "--train.lr", "-1"]

@@ -90,13 +90,8 @@ def selected(
 def test_baselines_are_measured_with_the_heads(session: Session, workplace: Path, heads: dict[str, DraftHead]) -> None:
     wanted = f"{{kind: prompt_lookup}}, {{kind: prompt_lookup, max_ngram: 5}}, {{kind: draft_model, path: {workplace / 'padded'}}}"
     found = selected(session, workplace, heads, "{tree: chain}", wanted)
-    assert [c.name for c in found] == [
-        "eagle3",
-        "medusa",
-        "prompt lookup",
-        "prompt lookup, 5-grams",
-        "draft model padded",
-    ]
+    names = ["eagle3", "medusa", "prompt lookup", "prompt lookup, 5-grams", "draft model padded"]
+    assert [c.name for c in found] == names
     lookup, longer, draft = found[2:]
     assert [(c.method, c.lossless, c.fixed_length, c.head) for c in (lookup, draft)] == [
         ("prompt_lookup", True, False, None),

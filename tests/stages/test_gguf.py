@@ -176,15 +176,8 @@ def test_export_with_gguf(
     make_tree: MakeTree, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tree, run = make_tree(), tmp_path / "run"
-    words = [
-        "export",
-        "--target.path",
-        str(trained / "target"),
-        "--target.device",
-        "cpu",
-        "--head.layer_ids",
-        "[1,3,5]",
-    ]
+    words = ["export", "--target.path", str(trained / "target"), "--target.device", "cpu"]
+    words += ["--head.layer_ids", "[1,3,5]"]
     words += ["--head", str(trained / "head"), "--output_dir", str(run), "--gguf", str(tree)]
     for wrong, message in (
         ([], "the head would be exported as eagle3: add --export.layout eagle3_llama_cpp"),

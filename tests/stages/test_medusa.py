@@ -149,7 +149,7 @@ def test_a_lossy_drafter_is_labelled_and_judged(finished: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def tuned(workplace: Path, finished: Path) -> Path:
+def medusa2(workplace: Path, finished: Path) -> Path:
     """Every stage of Medusa-2, started from the Medusa-1 head and compared with it."""
     more = ["--train.warm_start", str(finished), "--evaluate.beside.plain", str(finished)]
     more += ["--train.loss.ramp", "0.5", "--train.lr", "5e-3", "--evaluate.repeats", "1"]
@@ -158,8 +158,8 @@ def tuned(workplace: Path, finished: Path) -> Path:
     return workplace / "medusa2"
 
 
-def test_training_says_how_far_the_target_has_moved(workplace: Path, tuned: Path) -> None:
-    lines = (tuned / "train" / "metrics.jsonl").read_text().splitlines()
+def test_training_says_how_far_the_target_has_moved(workplace: Path, medusa2: Path) -> None:
+    lines = (medusa2 / "train" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     assert records[0]["heldout_tuned"]["kl"] == pytest.approx(0.0, abs=1e-4), "the adapter starts from nothing"
     assert records[1]["tuned"]["kl"] == pytest.approx(0.0, abs=1e-4)
@@ -170,9 +170,9 @@ def test_training_says_how_far_the_target_has_moved(workplace: Path, tuned: Path
     assert "tuned" not in first
 
 
-def test_the_report_compares_with_the_original(workplace: Path, tuned: Path) -> None:
+def test_the_report_compares_with_the_original(workplace: Path, medusa2: Path) -> None:
     for temperature in (0, 1):
-        result = read_result(tuned / "evaluation" / f"t{temperature}" / "result.json")
+        result = read_result(medusa2 / "evaluation" / f"t{temperature}" / "result.json")
         assert list(result.drafters) == [NAME, "plain"]
         tuned, plain = (result.drafters[name] for name in (NAME, "plain"))
         assert tuned.draft is not None
@@ -190,29 +190,29 @@ def test_the_report_compares_with_the_original(workplace: Path, tuned: Path) -> 
                 assert one.tau == pytest.approx(one.tau_simulated, abs=1e-9)
                 assert one.lossless is not None
                 assert one.lossless.equal == one.lossless.checked == 4
-    report = (tuned / "evaluation" / "report.md").read_text()
+    report = (medusa2 / "evaluation" / "report.md").read_text()
     assert "Tuned targets against the original" in report
     assert "It changes the target" in report
     assert "equal those of the tuned target alone" in report
 
 
-def test_simulation_lets_the_tuned_target_answer(workplace: Path, tuned: Path) -> None:
+def test_simulation_lets_the_tuned_target_answer(workplace: Path, medusa2: Path) -> None:
     more = ["--evaluate.temperatures", "[0.0]", *ANSWERS]
-    more += ["--head", str(tuned / "train" / "best"), "--name", "simulated"]
+    more += ["--head", str(medusa2 / "train" / "best"), "--name", "simulated"]
     run = ["--no-decode", *words(workplace, "medusa2", *more)]
     run[run.index("--output_dir") + 1] = str(workplace / "simulated")
     assert main(["evaluate", *run]) == 0
     simulated = read_result(workplace / "simulated" / "simulation" / "t0" / "result.json").drafters[NAME].overall
-    decoded = read_result(tuned / "evaluation" / "t0" / "result.json").drafters[NAME].overall
+    decoded = read_result(medusa2 / "evaluation" / "t0" / "result.json").drafters[NAME].overall
     assert simulated.tau_simulated == pytest.approx(decoded.tau, abs=1e-9)
     assert simulated.kl == pytest.approx(decoded.kl, rel=1e-3)
     assert simulated.perplexity == pytest.approx(decoded.perplexity, rel=1e-4)
 
 
 def test_the_export_is_a_medusa_head_of_a_target_of_its_own(
-    workplace: Path, tuned: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path, medusa2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    export = tuned / "export"
+    export = medusa2 / "export"
     assert sorted(path.name for path in export.iterdir()) == ["medusa", "target"]
     config = json.loads((export / "medusa" / "config.json").read_text())
     assert config["base_model_name_or_path"] == str(export / "target")
@@ -225,7 +225,7 @@ def test_the_export_is_a_medusa_head_of_a_target_of_its_own(
     run[run.index("--output_dir") + 1] = str(workplace / "served")
     assert main(["evaluate", "--fail-under", "medusa, tuned target:tau=1.01", *run]) == 0
     served = read_result(workplace / "served" / "evaluation" / "t0" / "result.json")
-    decoded = read_result(tuned / "evaluation" / "t0" / "result.json").drafters[NAME]
+    decoded = read_result(medusa2 / "evaluation" / "t0" / "result.json").drafters[NAME]
     # The record of the heads names this target, whose own record names the original: as before the export, but for rounding.
     assert not served.warnings
     assert served.target.path == str((workplace / "target").resolve())
@@ -255,7 +255,7 @@ def test_the_export_is_a_medusa_head_of_a_target_of_its_own(
     assert (alone.target.path, alone.drafters["medusa"].overall.kl) == (str(export / "target"), None)
     # The adapter is in this target's weights already.
     run[run.index("--output_dir") + 1] = str(workplace / "twice")
-    run[run.index("--head") + 1] = str(tuned / "train" / "best")
+    run[run.index("--head") + 1] = str(medusa2 / "train" / "best")
     capsys.readouterr()
     for command in (["evaluate", *run], ["search-tree", "--output", str(workplace / "tree.json"), *run]):
         assert main(command) == 2
@@ -265,8 +265,8 @@ def test_the_export_is_a_medusa_head_of_a_target_of_its_own(
     assert not (workplace / "twice").exists()
 
 
-def test_the_adapter_can_be_kept(workplace: Path, tuned: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    head = ["--head", str(tuned / "train" / "best"), "--export.adapter", "keep"]
+def test_the_adapter_can_be_kept(workplace: Path, medusa2: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = ["--head", str(medusa2 / "train" / "best"), "--export.adapter", "keep"]
     run = words(workplace, "medusa2", *head)
     run[run.index("--output_dir") + 1] = str(workplace / "kept")
     assert main(["export", *run]) == 2

@@ -126,13 +126,8 @@ def test_a_project_of_the_users_is_left_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Started in a git repository with folders of the names that a run has, and `--output_dir .`."""
-    for name in (
-        "train/model.py",
-        "export/eagle3/config.json",
-        "evaluation/t0/notes.md",
-        "answers.jsonl",
-        ".gitignore",
-    ):
+    mine = ("train/model.py", "export/eagle3/config.json", "evaluation/t0/notes.md", "answers.jsonl", ".gitignore")
+    for name in mine:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("mine\n")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -234,18 +229,8 @@ def test_a_run_that_shares_its_data_stays_usable(
         refusal = capsys.readouterr().err
         assert f"of the run in {second}" in refusal or f"by the run in {second}" in refusal
         assert "--redo" not in refusal
-        assert (
-            main(
-                [
-                    "train",
-                    *options(workplace, second),
-                    "--data_dir",
-                    str(first),
-                    *[w for w in more if w not in ("--redo", "features")],
-                ]
-            )
-            == 0
-        )
+        same = [word for word in more if word not in ("--redo", "features")]
+        assert main(["train", *options(workplace, second), "--data_dir", str(first), *same]) == 0
 
 
 def test_one_folder_by_two_names_is_one_run(workplace: Path, finished: Path, tmp_path: Path) -> None:

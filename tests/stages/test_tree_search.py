@@ -88,14 +88,8 @@ def test_the_evaluation_takes_the_saved_tree(workplace: Path, tmp_path: Path) ->
     file = tmp_path / "six.json"
     assert search(workplace, "--nodes", "6", "--temperature", "0", "--output", str(file)) == 0
     drafts = json.dumps([{"tree": "chain"}, {"tree": str(file)}])
-    run = [
-        "--output_dir",
-        str(workplace / "other"),
-        "--data_dir",
-        str(workplace / "run"),
-        "--head",
-        str(workplace / "run"),
-    ]
+    run = ["--output_dir", str(workplace / "other"), "--data_dir", str(workplace / "run")]
+    run += ["--head", str(workplace / "run")]
     words = ["--no-decode", "--evaluate.drafts", drafts, "--evaluate.temperatures", "[0]", *run]
     assert main(["evaluate", "--recipe", str(workplace / "medusa.yaml"), *words]) == 0
     found = read_result(workplace / "other" / "simulation" / "t0" / "result.json").drafters["medusa six"]

@@ -47,12 +47,8 @@ class BaselineSpec:
     def __post_init__(self) -> None:
         check_fields(self, "evaluate.baselines: ")
         kinds = [*OPTIONS]
-        require(
-            self.kind in OPTIONS,
-            "evaluate.baselines: kind",
-            self.kind,
-            f"choose {', '.join(kinds[:-1])} or {kinds[-1]}",
-        )
+        known = self.kind in OPTIONS
+        require(known, "evaluate.baselines: kind", self.kind, f"choose {', '.join(kinds[:-1])} or {kinds[-1]}")
         where = f"evaluate.baselines, {self.kind}"
         takers = {option: kind for kind, options in OPTIONS.items() for option in options}
         for option, kind in takers.items():

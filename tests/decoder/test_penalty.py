@@ -25,7 +25,7 @@ from draftsmith.eval.simulate.acceptance import (
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.target.target import TargetHead
 from tests.decoder.plain_rule import Coin, Weights, outcomes, plain_probs, verify_plainly
-from tests.far_device import far_device
+from tests.pretended_gpu.cuda import pretended_gpu
 
 V, EOS, LIMIT, PROMPT = 5, 4, 5, (1, 0)
 SETTINGS = [Sampling(1.0, repetition_penalty=1.7), Sampling(0.8, top_p=0.95, min_p=0.05, repetition_penalty=0.6)]
@@ -58,7 +58,8 @@ def test_a_text_has_seen_its_own_document_up_to_the_place() -> None:
     found = seen_in_text(packed(ids, document, torch.zeros(2, 7, 9)), torch.tensor([0, 2, 3, 5, 7, 8, 11, 13]), 9)
     expected = [{1}, {1, 2}, {5}, {5, 6, 7}, {4}, {4}, {3, 1}, {8, 2}]
     assert [set(row.nonzero()[:, 0].tolist()) for row in found] == expected
-    with far_device() as far:
+    with pretended_gpu():
+        far = torch.device("cuda")
         moved = packed(ids.to(far), document.to(far), torch.zeros(2, 7, 9, device=far))
         assert torch.equal(seen_in_text(moved, torch.tensor([0, 2, 3, 5, 7, 8, 11, 13], device=far), 9).cpu(), found)
 

@@ -25,7 +25,7 @@ from tests.decoder.plain_rule import (
     plain_probs,
     verify_plainly,
 )
-from tests.far_device import far_device
+from tests.pretended_gpu.cuda import pretended_gpu
 
 SETTINGS = [
     Sampling(1.0),
@@ -272,7 +272,8 @@ def test_every_decision_is_that_of_the_rule(kind: str, sampling: Sampling) -> No
 def test_nothing_is_left_on_the_cpu(kind: str, sampling: Sampling) -> None:
     case = random_case(kind, 40, sampling, seed=11)
     here, draft = decisions(case, sampling), case.draft
-    with far_device() as far:
+    with pretended_gpu():
+        far = torch.device("cuda")
         draft_probs = None if draft.draft_probs_BMW is None else draft.draft_probs_BMW.to(far)
         vocab = None if draft.vocab_W is None else draft.vocab_W.to(far)
         moved = Draft(draft.tokens_BN.to(far), draft.parents_BN.to(far), draft.nodes_B.to(far), draft_probs, vocab)

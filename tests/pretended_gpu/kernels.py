@@ -1,0 +1,175 @@
+"""Operations that are one kernel on a GPU and something else on a CPU: flash attention, torch's attention, RMSNorm.
+
+Flash attention is a plain computation that asserts what the real kernel asks of its inputs. Each counts as one, and so
+does its backward pass.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import enable_reentrant_dispatch
+
+HALF = (torch.bfloat16, torch.float16)
+_library = torch.library.Library("pretended", "DEF")
+_library.define("forward(str name, Tensor?[] tensors, Scalar?[] options) -> Tensor")
+_library.define("backward(str name, Tensor grad, Tensor?[] tensors, Scalar?[] options) -> Tensor[]")
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
+    """aten::_flash_attention_forward over packed documents: q [T, H, D], k and v [T, G, D] -> out, lse [H, T] fp32."""
+    _check_flash((q, k, v), starts, *rest)
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0])
+    for a, b in _spans(starts):
+        scores, _, values = _scores(q[a:b], k[a:b], v[a:b], **options)
+        lse[:, a:b] = scores.logsumexp(-1)
+        out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
+    return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros(()), torch.zeros(())
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts: Tensor, *rest: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    """aten::_flash_attention_backward, of the softmax whose output and log-sum-exp it is given."""
+    # cum_seq_k, max_q, max_k, dropout and causal, then the state of random numbers.
+    _check_flash((q, k, v, grad, out), starts, *rest[:5])
+    assert lse.dtype == torch.float32, lse.dtype
+    assert lse.shape == (q.shape[1], q.shape[0]), "lse is [heads, tokens]"
+    assert lse.is_contiguous(), "the kernel reads lse without strides"
+    d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, k, v))
+    for a, b in _spans(starts):
+        scores, keys, values = _scores(q[a:b], k[a:b], v[a:b], **options)
+        g = grad[a:b].float()
+        weights = (scores - lse[:, a:b, None]).exp()
+        delta = (g * out[a:b].float()).sum(-1).T[..., None]
+        d_scores = weights * (torch.einsum("qhd,khd->hqk", g, values) - delta) * options["scale"]
+        d_q[a:b] = torch.einsum("hqk,khd->qhd", d_scores, keys).to(q.dtype)
+        shared = (-1, q.shape[1] // k.shape[1])
+        d_k[a:b] = torch.einsum("hqk,qhd->khd", d_scores, q[a:b].float()).unflatten(1, shared).sum(2).to(k.dtype)
+        d_v[a:b] = torch.einsum("hqk,qhd->khd", weights, g).unflatten(1, shared).sum(2).to(v.dtype)
+    return d_q, d_k, d_v
+
+
+def _check_flash(
+    tensors: tuple[Tensor, ...], starts: Tensor, starts_k: Tensor, longest: int, longest_k: int, dropout: float,
+    causal: bool, debug: bool = False,
+) -> None:  # fmt: skip
+    q, k, *_ = tensors
+    assert q.dtype in HALF, q.dtype
+    assert {x.dtype for x in tensors} == {q.dtype}, "all in one dtype"
+    assert all(x.dim() == 3 and x.stride(-1) == 1 for x in tensors), "[tokens, heads, D], the last dimension dense"
+    assert q.shape[-1] % 8 == 0, q.shape
+    assert q.shape[-1] <= 256, q.shape
+    assert q.shape[1] % k.shape[1] == 0, "query heads are a multiple of the key heads"
+    for x in (starts, starts_k):
+        assert x.dtype == torch.int32, "starts of documents are int32"
+        assert x.is_contiguous()
+        assert x[0] == 0
+        assert x[-1] == len(q), "the last start is the number of tokens"
+    lengths = starts.diff()
+    assert longest == longest_k == int(lengths.max())
+    assert causal
+    assert not dropout
+    assert not debug
+
+
+def _spans(starts: Tensor) -> Iterator[tuple[int, int]]:
+    places = starts.tolist()
+    return pairwise(places)
+
+
+def _scores(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the causal scores [H, n, n] of a document, and keys and values [n, H, D], all in fp32."""
+    assert window_size_right in (None, 0)
+    keys, values = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    seen = torch.ones(len(q), len(q), dtype=torch.bool).tril()
+    if window_size_left is not None and window_size_left >= 0:
+        seen &= torch.ones_like(seen).triu(-window_size_left)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    return scores.masked_fill(~seen, -torch.inf), keys, values
+
+
+def _attention(tensors: list[Tensor | None], options: list[Any]) -> Tensor:
+    query, key, value, mask = tensors
+    assert query is not None and key is not None and value is not None  # noqa: PT018
+    assert query.dtype == key.dtype == value.dtype
+    assert mask is None or mask.dtype in (torch.bool, query.dtype), "a mask of bool or of the queries' dtype"
+    causal, scale, grouped = options
+    return _torch_attention(
+        query, key, value, mask, 0.0, bool(causal), scale=None if scale is None else float(scale), enable_gqa=bool(grouped)
+    )  # fmt: skip
+
+
+def _rms_norm(tensors: list[Tensor | None], options: list[Any]) -> Tensor:
+    x, weight = tensors
+    assert x is not None
+    # A GPU's kernel rounds once, at the end.
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + (options[0] or torch.finfo(x.dtype).eps))
+    return (normed if weight is None else normed * weight.float()).to(x.dtype)
+
+
+_torch_attention, _torch_rms_norm = F.scaled_dot_product_attention, F.rms_norm
+_FUSED: dict[str, Callable[[list[Tensor | None], list[Any]], Tensor]] = {
+    "scaled_dot_product_attention": _attention,
+    "rms_norm": _rms_norm,
+}
+
+
+def _forward(name: str, tensors: list[Tensor | None], options: list[Any]) -> Tensor:
+    return _FUSED[name](tensors, options).clone()
+
+
+def _backward(name: str, grad: Tensor, tensors: list[Tensor | None], options: list[Any]) -> list[Tensor]:
+    with torch.enable_grad(), enable_reentrant_dispatch(), torch._C._DisableTorchDispatch():
+        inputs = [None if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in tensors]
+        wanted = [x for x in inputs if x is not None and x.requires_grad]
+        return list(torch.autograd.grad(_FUSED[name](inputs, options), wanted, grad, materialize_grads=True))
+
+
+_library.impl("forward", _forward, "CPU")
+_library.impl("backward", _backward, "CPU")
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, options: list[Any], *tensors: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.name, ctx.options = name, options
+        return torch.ops.pretended.forward(name, list(tensors), options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        found = iter(torch.ops.pretended.backward(ctx.name, grad, list(ctx.saved_tensors), ctx.options))
+        return (
+            None,
+            None,
+            *(next(found) if x is not None and x.is_floating_point() else None for x in ctx.saved_tensors),
+        )
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """F.scaled_dot_product_attention: one kernel on the pretended device."""
+    if not query.is_cuda:
+        return _torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    assert not dropout_p, "dropout within attention is not pretended"
+    if torch.is_autocast_enabled("cuda"):
+        query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
+    return _Fused.apply("scaled_dot_product_attention", [is_causal, scale, enable_gqa], query, key, value, attn_mask)
+
+
+def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """F.rms_norm: one kernel on the pretended device."""
+    if not x.is_cuda:
+        return _torch_rms_norm(x, shape, weight, eps)
+    assert len(shape) == 1
+    return _Fused.apply("rms_norm", [eps], x, weight)

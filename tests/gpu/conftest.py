@@ -1,4 +1,4 @@
-"""Where torch sees no GPU these tests run on a pretended one (tests/pretended_gpu), the long ones for one or two methods.
+"""Where torch sees no GPU these tests run on a pretended one (tests/pretended_gpu), the long ones for Medusa alone.
 
 DRAFTSMITH_GPU_TESTS_ON=cuda leaves them out there.
 """
@@ -11,8 +11,8 @@ import torch
 
 from tests.pretended_gpu.cuda import pretended_gpu
 
-FEW = {"test_training.py": (None, "medusa"), "test_decoding.py": (None, "eagle3", "medusa")}
-"""The methods that files of long tests are run for."""
+LONG = ("test_training.py", "test_decoding.py")
+REAL = ("test_prompts_that_wait_get_the_answers_they_have_alone", "test_no_kernel_is_planned_anew_for_every_length")
 
 
 @pytest.fixture(autouse=True)
@@ -23,9 +23,7 @@ def _gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     if os.environ.get("DRAFTSMITH_GPU_TESTS_ON") == "cuda":
         pytest.skip("torch sees no GPU here")
     method = getattr(request.node, "callspec", None) and request.node.callspec.params.get("method")
-    if method not in FEW.get(request.path.name, (method,)):
-        pytest.skip(
-            "minutes on a pretended GPU; tests/pretended_gpu trains and decodes with every method, in fewer steps"
-        )
+    if (request.path.name in LONG and method not in (None, "medusa")) or request.node.originalname in REAL:
+        pytest.skip("long on a pretended GPU; tests/pretended_gpu trains and decodes with every method, in fewer steps")
     with pretended_gpu():
         yield

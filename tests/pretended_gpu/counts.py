@@ -117,11 +117,11 @@ class Counts:
         for (phase, _, _), count in self.kernels.items():
             kernels[phase] += count
         waits = Counter(f"{w.phase}: {w.place.file} {w.place.function}: {w.what}" for w in self.waits)
-        copies: dict[str, list[int]] = {}
+        sizes: dict[str, list[int]] = {}
         for copy in self.copies:
-            entry = copies.setdefault(f"{copy.phase}: {copy.way}", [0, 0])
-            entry[0], entry[1] = entry[0] + 1, entry[1] + copy.size
-        whole = {"kernels": kernels, "waits": waits, "copies and bytes": copies}
+            sizes.setdefault(f"{copy.phase}: {copy.way}", []).append(copy.size)
+        copies = {name: f"{len(found)} of {sum(found)} bytes" for name, found in sizes.items()}
+        whole = {"kernels": kernels, "waits": waits, "copies": copies}
         return {name: dict(sorted(part.items())) for name, part in whole.items()}
 
     def lines(self, name: str) -> list[str]:

@@ -48,7 +48,7 @@ def _patches(gpu: PretendedGpu) -> list[tuple[Any, dict[str, Any]]]:
     return [
         (torch.cuda, _cuda_module(gpu)),
         (Tensor, _tensor_methods(gpu)),
-        (torch, {"tensor": _literal(gpu, torch.tensor), "as_tensor": _literal(gpu, torch.as_tensor), **_autocast_flags()}),
+        (torch, {"tensor": _literal(gpu, torch.tensor), "as_tensor": _literal(gpu, torch.as_tensor), "load": _load, **_autocast_flags()}),
         (torch.amp.autocast_mode.autocast, {"__init__": _autocast_init()}),
         (F, {"scaled_dot_product_attention": kernels.attention, "rms_norm": kernels.rms_norm}),
         (torch.backends.cuda, {"is_flash_attention_available": lambda: True}),
@@ -241,6 +241,17 @@ def _literal(gpu: PretendedGpu, make: Callable[..., Tensor]) -> Callable[..., Te
         return make(data, *args, device="cpu", **options).to(device)
 
     return made
+
+
+_torch_load = torch.load
+
+
+def _load(file: Any, map_location: Any = None, **options: Any) -> Any:
+    """torch.load, which makes storages below the reach of Python; of a dictionary of tensors."""
+    if map_location is None or torch.device(map_location).type != "cuda":
+        return _torch_load(file, map_location=map_location, **options)
+    loaded = _torch_load(file, map_location="cpu", **options)
+    return {name: value.to(map_location) if isinstance(value, Tensor) else value for name, value in loaded.items()}
 
 
 # --- torch.cuda ---

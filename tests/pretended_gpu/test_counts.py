@@ -1,0 +1,157 @@
+"""Kernels, waits and copies of a training step and of a decoding round are those of counts.json, exactly.
+
+A wait that comes back fails here, with its file and line. Where a change is meant,
+
+    DRAFTSMITH_WRITE_COUNTS=1 pytest -n 0 tests/pretended_gpu/test_counts.py
+
+writes the table again; look at its difference before it is committed. Sizes are tiny, so the bytes mean something only
+next to each other.
+"""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from accelerate import Accelerator
+
+from draftsmith.data.features.extract import extract
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.loop import Loop
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import DynamicTree, StaticTree
+from draftsmith.heads.eagle3 import Eagle3Options
+from draftsmith.heads.registry import methods
+from draftsmith.train import loop
+from draftsmith.train.schedule import TrainData
+from tests.gpu.support import LAYERS, OPTIONS, make_head, make_recipe, make_target, make_texts
+from tests.pretended_gpu.counts import Counts
+from tests.pretended_gpu.cuda import pretended_gpu
+
+TABLE = Path(__file__).with_name("counts.json")
+VERSIONS = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
+WRITE = "DRAFTSMITH_WRITE_COUNTS" in os.environ
+TREE = StaticTree.of("few", [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+ROUNDS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "the target alone": (None, {}),
+    # The target that Medusa-2 tunes is another one.
+    **{method: (method, {}) for method in sorted(OPTIONS) if method != "medusa2"},
+    "eagle3, static tree": ("eagle3", {"tree": TREE}),
+    "eagle3, dynamic tree": ("eagle3", {"tree": DynamicTree(3, 4, 16)}),
+    "eagle3, drawn tree": ("eagle3", {"tree": TREE, "drawn": True}),
+    "medusa, static tree": ("medusa", {"tree": TREE}),
+    "hydra, static tree": ("hydra", {"tree": TREE}),
+}
+CASES = [(name, temperature, 1) for name in ROUNDS for temperature in (0, 1)] + [("eagle3", 0, 4)]
+QUICK = ("eagle3", 0, 1)
+"""What the default run counts, beside a training step of EAGLE-3."""
+
+
+def check(name: str, counts: Counts) -> None:
+    """Compare what was counted with the table, or write it there."""
+    found = counts.table()
+    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8")) if TABLE.exists() else {}
+    if WRITE:
+        table[name] = found
+        table = {"versions": VERSIONS} | {key: table[key] for key in sorted(table.keys() - {"versions"})}
+        TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+        return
+    if table["versions"] != VERSIONS:
+        pytest.skip(f"counted with {table['versions']}, here are {VERSIONS}")
+    wrong = []
+    for part, values in found.items():
+        for key in sorted(values.keys() | table[name][part].keys()):
+            here, there = values.get(key, 0), table[name][part].get(key, 0)
+            if here != there:
+                lines = f" at {', '.join(counts.lines(key))}" if part == "waits" and here else ""
+                wrong.append(f"{part}: {key}: {here}, and {there} in {TABLE.name}{lines}")
+    assert not wrong, "\n".join([f"{name} differs; the head of this file says how to write the table again", *wrong])
+
+
+def during(counts: Counts, phase: str, function: Any) -> Any:
+    """Return `function`, counted as a phase."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        with counts.during(phase):
+            return function(*args, **kwargs)
+
+    return counted
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Features of the tiny target in bf16, made on the CPU."""
+    folder = tmp_path_factory.mktemp("features")
+    return extract(make_target("cpu", torch.bfloat16), make_texts(), folder, layer_ids=LAYERS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", [m if m == QUICK[0] else pytest.param(m, marks=pytest.mark.slow) for m in OPTIONS])
+def test_a_training_step(method: str, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe(epochs=1, precision="bf16")
+    recipe = replace(recipe, train=replace(recipe.train, optimizer="adamw", max_steps=3, evaluations=1))
+    with pretended_gpu() as gpu:
+        counts, run_step = gpu.counts, loop._Run._step
+        found: list[Counts] = []
+
+        def step(self: Any, window: Any, progress: Any) -> Any:
+            done = run_step(self, window, progress)
+            if progress.step == 1:
+                counts.clear()  # what follows, up to the end of the next step, is one turn of the loop
+            if progress.step == 2:
+                found.append(counts.copy_of())
+            return done
+
+        monkeypatch.setattr(loop._Run, "_step", step)
+        monkeypatch.setattr(loop, "run_pass", during(counts, "forward", loop.run_pass))
+        monkeypatch.setattr(loop, "head_loss", during(counts, "loss", loop.head_loss))
+        monkeypatch.setattr(Accelerator, "backward", during(counts, "backward", Accelerator.backward))
+        target = make_target(dtype=torch.bfloat16)
+        if method == "eagle3":  # with the published number of steps, and a draft vocabulary
+            vocab = torch.arange(0, target.vocab_size, 2, device=target.device)
+            head = methods()[method].build(Eagle3Options(layer_ids=list(LAYERS), ttt_steps=7), target, vocab)
+        else:
+            head = make_head(target, method)
+        data = TrainData(store, list(range(20)), list(range(20, 24)))
+        loop.train(recipe, target, head, data, tmp_path)
+    check(f"training step, {method}", found[0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "temperature", "rows"),
+    [case if case == QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+@torch.no_grad()
+def test_a_round(name: str, temperature: int, rows: int) -> None:
+    method, options = ROUNDS[name]
+    requests = [Request(str(i), "a", tuple(range(5, 25)), 60, i, ignore_eos=True) for i in range(rows)]
+    with pretended_gpu() as gpu:
+        target, counts = make_target(dtype=torch.bfloat16), gpu.counts
+        drafter: Drafter = TargetAlone()
+        if method:
+            drafter = methods()[method].make_drafter(make_head(target, method).to(target.dtype).eval(), 3, **options)
+        rounds = Loop(target, drafter, requests, Sampling(float(temperature)), None, rows, timed=False)
+        for _ in range(3):
+            rounds.fill()
+            rounds.round()
+        target.forward = during(counts, "target", target.forward)  # type: ignore[method-assign]
+        drafter.propose = during(counts, "draft", drafter.propose)  # type: ignore[method-assign]
+        counts.clear()
+        rounds.round()
+        counts = counts.copy_of()
+    check(name_of(name, temperature, rows), counts)
+
+
+def name_of(name: str, temperature: int, rows: int) -> str:
+    return f"round, {name}, T={temperature}, {rows} row{'s' if rows > 1 else ''}"
+
+
+def test_the_table_holds_every_case_and_no_other() -> None:
+    expected = {f"training step, {method}" for method in methods()} | {name_of(*case) for case in CASES}
+    assert json.loads(TABLE.read_text(encoding="utf-8")).keys() == expected | {"versions"}

@@ -260,7 +260,7 @@ class DraftHead(nn.Module, ABC):
         A head that learns from a sample draws it in training mode alone, from `batch.seeds`: every call yields the same rows.
 
         Args:
-            batch: perhaps without hidden states (`batch.without_states()`).
+            batch: perhaps without hidden states (`batch.without_states()`), and on the CPU, where training counts rows.
 
         Yields:
             The rows [B, L] bool of step 0, 1, ...

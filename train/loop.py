@@ -37,12 +37,13 @@ from draftsmith.train.meeting import meeting
 from draftsmith.train.metrics import (
     HeldOut,
     Pace,
+    StepFigures,
     calibrate_best,
     check_finite,
     evaluate_heldout,
     make_heldout_batches,
+    read_step,
     step_sums,
-    tuned_figures,
     warn_at_chance,
     warn_at_start,
 )
@@ -264,23 +265,27 @@ class _Run:
         """Take one optimizer step on the sum of losses over the global divisor; return its record and the new progress."""
         accelerator, device = self.accelerator, self.accelerator.device
         self.pace.extra = {}  # what the step before had
-        divisor, rows = torch.zeros((), device=device), torch.zeros((), device=device)
+        # Counted where the batch is read, so that nobody waits for a device.
+        counted = torch.zeros(2)
         for batch, counts in window:
-            bare = batch.without_states().to(device)
-            divisor += loss_divisor(bare, self.spec.loss, self.head) * counts
-            rows += count_rows(bare) * counts
-        divisor, rows = accelerator.reduce([divisor, rows], "sum")
+            bare = batch.without_states()
+            counted += torch.stack([loss_divisor(bare, self.spec.loss, self.head), count_rows(bare)]) * counts
+        if accelerator.num_processes > 1:
+            counted = accelerator.reduce(counted.to(device), "sum").cpu()
+        divisor, rows = counted
         if rows == 0 or divisor == 0:
             return self._skip_empty_step(progress)
         # Accelerate divides by the accumulation steps and averages over processes: undo both.
         scale = accelerator.num_processes * self.spec.accumulation / divisor
-        sums: list[torch.Tensor] = []
+        sums: torch.Tensor | None = None
+        found: StepFigures | None = None
         factor = lr_factor(progress.step, self.total, self.spec)
         set_lr(self.optimizers, factor)
         if self.spec.optimizer == "muon":
             self.pace.extra["muon_lr"] = factor * self.spec.muon_lr
         warmup_weight = self.spec.loss.warmup_weight(progress.step / self.total)
         for batch, counts in window:
+            tokens = int((batch.document >= 0).sum())
             batch = batch.to(device)  # one at a time: accumulation is for where memory is short
             with accelerator.accumulate(self.model):
                 output = run_pass(self.model, batch, self.train_steps)
@@ -288,36 +293,43 @@ class _Run:
                     output, batch, self.target_head, self.head.draft_vocab, self.spec.loss, warmup_weight
                 )
                 accelerator.backward(scored.loss_sum * (scale * counts))
-                added = step_sums(scored, int((batch.document >= 0).sum()))
-                sums = sums or [torch.zeros_like(part) for part in added]
-                if counts:
-                    sums = [one + part for one, part in zip(sums, added, strict=True)]
-                if accelerator.sync_gradients and self.spec.clip > 0:
-                    norm = accelerator.clip_grad_norm_(self.head.parameters(), self.spec.clip)
-                    if self.spec.precision != "fp16":  # whose scaler leaves such steps out
-                        check_finite("The loss became", sums[0], progress.step + 1)
-                        check_finite("The norm of the gradient became", norm, progress.step + 1)
-                    if norm is not None and isfinite(norm):
-                        self.pace.extra["grad_norm"] = float(norm)
+                added = step_sums(scored, tokens)
+                sums = torch.zeros_like(added) if sums is None else sums
+                sums += added if counts else 0
+                if accelerator.sync_gradients:
+                    found = self._read(sums, divisor, progress.step + 1)
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-        loss, step_loss, correct, acceptance, step_rows, tokens, tuned = accelerator.reduce(sums, "sum")
-        check_finite("The loss became", loss, progress.step + 1)
-        seen, learned = progress.tokens + int(tokens), progress.rows + int(rows)
+        assert found is not None, "the last micro-batch of a step"
+        seen, learned = progress.tokens + found.tokens, progress.rows + int(rows)
         progress = replace(progress, step=progress.step + 1, tokens=seen, rows=learned)
         record = {
             "step": progress.step,
             "tokens": progress.tokens,
             "epoch": self._epoch(progress.step),
-            "loss": float(loss / divisor),
-            "step_loss": (step_loss / step_rows.clamp(min=1)).tolist(),
+            "loss": found.loss,
+            "step_loss": found.step_loss,
             "lr": factor * self.spec.lr,
-            "accuracy": (correct / step_rows.clamp(min=1)).tolist(),
-            "acceptance": (acceptance / step_rows.clamp(min=1)).tolist(),
-            **tuned_figures(tuned),
+            "accuracy": found.accuracy,
+            "acceptance": found.acceptance,
+            **found.tuned,
         }
         return record, progress
+
+    def _read(self, sums: torch.Tensor, divisor: torch.Tensor, step: int) -> StepFigures:
+        """Clip the gradient and return what the step has found; the host waits for the device once, before weights change.
+        Raises UserError where the loss or the gradient is not finite."""
+        norm = None
+        if self.spec.clip > 0:
+            norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.spec.clip)
+        found = read_step(self.accelerator.reduce(sums, "sum"), divisor, norm)
+        check_finite("The loss became", found.loss_sum, step)
+        if self.spec.precision != "fp16":  # whose scaler leaves such steps out
+            check_finite("The norm of the gradient became", found.norm, step)
+        if found.norm is not None and isfinite(found.norm):
+            self.pace.extra["grad_norm"] = found.norm
+        return found
 
     def _skip_empty_step(self, progress: Progress) -> tuple[dict[str, Any], Progress]:
         """Count a step without a supervised row, such as a single document whose answer is one token, and change nothing

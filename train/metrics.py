@@ -29,29 +29,61 @@ from draftsmith.progress import say
 from draftsmith.target.target import Target, TargetHead
 
 
-def step_sums(scored: LossOutput, tokens: int) -> list[Tensor]:
-    """Return what an optimizer step sums up over its micro-batches, in float32: the loss; by draft step the loss, the right guesses, the
-    acceptance and the rows; the tokens; `LossOutput.tuned`, zeros where no target is tuned."""
+def step_sums(scored: LossOutput, tokens: int) -> Tensor:
+    """Return [6 + 4K] what an optimizer step sums up over its micro-batches, in float32: the loss, the tokens, `LossOutput.tuned` (zeros
+    where no target is tuned), and by draft step the loss, the right guesses, the acceptance and the rows."""
     tuned = scored.loss_sum.new_zeros(4) if scored.tuned is None else scored.tuned
     by_step = (scored.step_loss, scored.step_correct, scored.step_acceptance, scored.step_rows)
-    parts = (scored.loss_sum.detach(), *by_step, scored.loss_sum.new_tensor(tokens), tuned)
-    return [part.float() for part in parts]
+    # Filled in, since a tensor made of a number would wait for the device.
+    parts = (scored.loss_sum.detach()[None], scored.loss_sum.new_full((1,), tokens), tuned, *by_step)
+    return torch.cat([part.float() for part in parts])
 
 
-def check_finite(became: str, value: Tensor | float | None, step: int) -> None:
+@dataclass(frozen=True)
+class StepFigures:
+    """What a step of all processes has found. loss_sum: before it is divided. norm: of the gradient, None where nothing tells it.
+    Lists have an entry per draft step. tuned: figures of a tuned target, for a record."""
+
+    loss_sum: float
+    loss: float
+    norm: float | None
+    tokens: int
+    step_loss: list[float]
+    accuracy: list[float]
+    acceptance: list[float]
+    tuned: dict[str, Any]
+
+
+def read_step(sums: Tensor, divisor: Tensor, norm: Tensor | float | None) -> StepFigures:
+    """Read `step_sums` of all processes and the norm of the gradient; the host waits for the device once."""
+    whole, by_step = sums[:6], sums[6:].view(4, -1)
+    if isinstance(norm, Tensor) and hasattr(norm, "full_tensor"):  # of sharded gradients
+        norm = norm.full_tensor()
+    known = norm.detach().float().reshape(1) if isinstance(norm, Tensor) else sums.new_full((1,), norm or 0.0)
+    shares = by_step[:3] / by_step[3].clamp(min=1)
+    numbers = torch.cat([whole, whole[:1] / divisor, known, shares.flatten()]).tolist()
+    loss_sum, tokens, _, apart, same, rows, loss, size = numbers[:8]
+    K = len(shares[0])
+    step_loss, accuracy, acceptance = (numbers[8 + i * K : 8 + (i + 1) * K] for i in range(3))
+    size = None if norm is None else size
+    return StepFigures(
+        loss_sum, loss, size, int(tokens), step_loss, accuracy, acceptance, tuned_figures(apart, same, rows)
+    )
+
+
+def tuned_figures(apart: float, same: float, rows: float) -> dict[str, Any]:
+    """Return a record's figures of a tuned target from the sums of `LossOutput.tuned`; nothing where no target is tuned."""
+    return {"tuned": {"kl": apart / rows, "agreement": same / rows}} if rows else {}
+
+
+def check_finite(became: str, value: float | None, step: int) -> None:
     """Raise UserError where `value`, of optimizer step number `step`, is not finite; None, of a launch that reports no value,
     passes. became: the beginning of the sentence."""
-    if value is not None and not isfinite(float(value)):
+    if value is not None and not isfinite(value):
         raise UserError(
-            f"{became} {float(value)} at step {step}: lower train.lr and train.muon_lr, or set train.precision to "
+            f"{became} {value} at step {step}: lower train.lr and train.muon_lr, or set train.precision to "
             "no; the last checkpoint is unharmed."
         )
-
-
-def tuned_figures(sums: Tensor) -> dict[str, Any]:
-    """Return a record's figures of a tuned target from the sum of `LossOutput.tuned`; nothing where no target is tuned."""
-    _, apart, same, rows = sums.tolist()
-    return {"tuned": {"kl": apart / rows, "agreement": same / rows}} if rows else {}
 
 
 @dataclass
@@ -155,7 +187,7 @@ def evaluate_heldout(
         everything.tau or 0.0,
         {name: tau for name, tau in by_slice.items() if tau is not None},
         int(choices.max()) / max(1, int(choices.sum())),
-        tuned_figures(tuned),
+        tuned_figures(*tuned[1:].tolist()),
     )
 
 

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,9 +14,8 @@ from torch.nn import functional as F
 from torch.optim import optimizer
 
 from tests.pretended_gpu import kernels
-from tests.pretended_gpu.counts import here
 from tests.pretended_gpu.device import Operations, PretendedGpu
-from tests.pretended_gpu.graphs import Capture, CaptureError, Launch
+from tests.pretended_gpu.graphs import Graph
 from tests.pretended_gpu.order import Event, Stream
 from tests.pretended_gpu.tensor import SWITCHED_ON, GpuTensor, device_index, index_of
 
@@ -54,7 +54,7 @@ def _patches(gpu: PretendedGpu) -> list[tuple[Any, dict[str, Any]]]:
         (torch.backends.cuda, {"is_flash_attention_available": lambda: True}),
         (optimizer, {"_foreach_supported_types": [*optimizer._foreach_supported_types, GpuTensor]}),
         (torch._C, {"_group_tensors_by_device_and_dtype": _grouped(torch._C._group_tensors_by_device_and_dtype)}),
-        (threading.Thread, {"run": _thread_run(threading.Thread.run)}),
+        (threading.Thread, {"_bootstrap_inner": _thread(threading.Thread._bootstrap_inner)}),
     ]  # fmt: skip
 
 
@@ -78,12 +78,10 @@ def _swapped_parameters() -> Iterator[None]:
 # --- Threads, precision, optimizers ---
 
 
-def _thread_run(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+def _thread(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
     def with_operations(self: threading.Thread) -> None:
-        if not SWITCHED_ON:
-            return run(self)
-        with Operations():
-            return run(self)
+        with Operations() if SWITCHED_ON else nullcontext():
+            run(self)
 
     return with_operations
 
@@ -257,6 +255,33 @@ def _load(file: Any, map_location: Any = None, **options: Any) -> Any:
 # --- torch.cuda ---
 
 
+# Classes, since annotations and isinstance name them.
+
+
+class CudaStream(Stream):
+    """torch.cuda.Stream."""
+
+    def __init__(self, device: Any = None, **_options: Any) -> None:
+        gpu: PretendedGpu = SWITCHED_ON[-1]
+        index = _index(gpu, device)
+        super().__init__(f"stream {len(gpu.streams)} of cuda:{index}", gpu, index)
+        gpu.streams.append(self)
+
+
+class CudaEvent(Event):
+    """torch.cuda.Event."""
+
+    def __init__(self, **_options: Any) -> None:
+        super().__init__(SWITCHED_ON[-1])
+
+
+class CudaGraph(Graph):
+    """torch.cuda.CUDAGraph."""
+
+    def __init__(self, **_options: Any) -> None:
+        super().__init__(SWITCHED_ON[-1])
+
+
 def _cuda_module(gpu: PretendedGpu) -> dict[str, Any]:
     return {
         **_facts(gpu),
@@ -265,13 +290,13 @@ def _cuda_module(gpu: PretendedGpu) -> dict[str, Any]:
         "current_device": lambda: gpu.index,
         "device": _current_device(gpu),
         "synchronize": lambda device=None: gpu.wait("synchronize", *(stream.now() for stream in gpu.streams)),
-        "Stream": lambda device=None, **_options: gpu.new_stream(_index(gpu, device)),
-        "Event": lambda **_options: Event(gpu),
-        "stream": lambda stream: _launching(gpu, stream),
+        "Stream": CudaStream,
+        "Event": CudaEvent,
+        "stream": lambda stream: gpu.launching(stream) if stream else nullcontext(),
         "current_stream": lambda device=None: gpu.stream_of(_index(gpu, device)),
         "default_stream": lambda device=None: gpu.defaults[_index(gpu, device)],
-        "CUDAGraph": lambda **_options: Graph(gpu),
-        "graph": lambda graph, **options: graph.capturing(**options),
+        "CUDAGraph": CudaGraph,
+        "graph": lambda graph, pool=None, stream=None, **_options: graph.capturing(stream),
         "graph_pool_handle": lambda: (0, 0),
         "is_current_stream_capturing": lambda: gpu.capture is not None,
     }
@@ -298,6 +323,9 @@ def _facts(gpu: PretendedGpu) -> dict[str, Any]:
         "is_initialized": lambda: True,
         "device_count": lambda: gpu.devices,
         "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: SimpleNamespace(
+            major=9, minor=0, total_memory=MEMORY, multi_processor_count=132
+        ),
         "get_device_name": lambda *_: "a pretended GPU",
         "is_bf16_supported": lambda *_, **__: True,
         "mem_get_info": lambda *_: (MEMORY - gpu.bytes_used, MEMORY),
@@ -334,51 +362,3 @@ def _current_device(gpu: PretendedGpu) -> type:
             gpu.index = self.before
 
     return Device
-
-
-@contextmanager
-def _launching(gpu: PretendedGpu, stream: Stream) -> Iterator[None]:
-    before = gpu.stream_of(stream.index)
-    gpu.set_stream(stream)
-    try:
-        yield
-    finally:
-        gpu.set_stream(before)
-
-
-class Graph:
-    """torch.cuda.CUDAGraph, captured by `with torch.cuda.graph(graph)`."""
-
-    def __init__(self, gpu: PretendedGpu) -> None:
-        self.gpu = gpu
-        self.launches: list[Launch] = []
-
-    @contextmanager
-    def capturing(self, stream: Stream | None = None, **_options: Any) -> Iterator[None]:
-        """Capture what is launched within, on a stream of its own unless one is given."""
-        gpu = self.gpu
-        gpu.wait("the beginning of a capture", *(other.now() for other in gpu.streams))
-        stream = stream or gpu.new_stream(gpu.index)
-        with _launching(gpu, stream):
-            stream.done += 1
-            gpu.capture = Capture(stream, stream.done)
-            try:
-                yield
-                gpu.capture.check_joined()
-                self.launches = gpu.capture.launches
-            finally:
-                # Nothing was done, so nobody needs to wait for it.
-                for other in gpu.streams:
-                    gpu.host.learn(other.now())
-                gpu.capture = None
-
-    def replay(self) -> None:
-        """Launch what was captured, on the current stream."""
-        if self.gpu.capture:
-            raise CaptureError("a graph is replayed while another one is captured")
-        self.gpu.counts.kernel("graph", here())
-        stream = self.gpu.stream_of(self.gpu.index)
-        stream.done += 1
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
-            for launch in self.launches:
-                launch.again(stream)

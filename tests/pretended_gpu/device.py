@@ -94,14 +94,20 @@ class PretendedGpu:
         """Return the current stream of a device in this thread."""
         return getattr(self._here, f"stream{index}", self.defaults[index])
 
-    def set_stream(self, stream: Stream) -> None:
-        """Let this thread launch on `stream` from now on."""
-        setattr(self._here, f"stream{stream.index}", stream)
-
-    def new_stream(self, index: int) -> Stream:
+    def side_stream(self, index: int) -> Stream:
         """Return another stream of a device."""
         self.streams.append(Stream(f"stream {len(self.streams)} of cuda:{index}", self, index))
         return self.streams[-1]
+
+    @contextmanager
+    def launching(self, stream: Stream) -> Iterator[None]:
+        """Let this thread launch on `stream` within."""
+        before, name = self.stream_of(stream.index), f"stream{stream.index}"
+        setattr(self._here, name, stream)
+        try:
+            yield
+        finally:
+            setattr(self._here, name, before)
 
     @contextmanager
     def record(self) -> Iterator[Recording]:
@@ -160,7 +166,7 @@ class PretendedGpu:
         leaves = leaves_of(args, kwargs)
         far = [x for x in leaves if isinstance(x, GpuTensor)]
         asked = kwargs.get("device")
-        if name == "copy_" and isinstance(args[0], GpuTensor) + isinstance(args[1], GpuTensor) == 1:
+        if name == "copy_" and index_of(args[0]) != index_of(args[1]):
             return self.move_into(args[0], args[1], non_blocking=bool(kwargs.get("non_blocking", args[2:] and args[2])))
         index = None if asked is None else device_index(asked, self.index)
         if index is None and far:

@@ -4,7 +4,8 @@ A capture computes nothing: what it would have changed stays, what it would have
 copies of ordinary host memory within it are errors. `Recording` lists operations instead, to compare two rounds.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +80,44 @@ class Capture:
         for stream in self.streams - {self.stream}:
             if self.stream.knows(stream) < stream.done:
                 raise CaptureError(f"the capture ended, and {self.stream.name} has not waited for {stream.name}")
+
+
+class Graph:
+    """torch.cuda.CUDAGraph, captured by `with torch.cuda.graph(graph)`. gpu: the PretendedGpu."""
+
+    def __init__(self, gpu: Any) -> None:
+        self.gpu = gpu
+        self.launches: list[Launch] = []
+
+    @contextmanager
+    def capturing(self, stream: Stream | None = None) -> Iterator[None]:
+        """Capture what is launched within, on a stream of its own unless one is given."""
+        gpu = self.gpu
+        gpu.wait("the beginning of a capture", *(other.now() for other in gpu.streams))
+        stream = stream or gpu.side_stream(gpu.index)
+        with gpu.launching(stream):
+            stream.done += 1
+            gpu.capture = Capture(stream, stream.done)
+            try:
+                yield
+                gpu.capture.check_joined()
+                self.launches = gpu.capture.launches
+            finally:
+                # Nothing was done, so nobody needs to wait for it.
+                for other in gpu.streams:
+                    gpu.host.learn(other.now())
+                gpu.capture = None
+
+    def replay(self) -> None:
+        """Launch what was captured, on the current stream."""
+        if self.gpu.capture:
+            raise CaptureError("a graph is replayed while another one is captured")
+        self.gpu.counts.kernel("graph", here())
+        stream = self.gpu.stream_of(self.gpu.index)
+        stream.done += 1
+        with torch.no_grad(), torch._C._DisableTorchDispatch():
+            for launch in self.launches:
+                launch.again(stream)
 
 
 class Recording:

@@ -56,6 +56,8 @@ def test_two_devices_do_not_mix(gpu):
     with pytest.raises(MixedDevicesError, match=r"on cuda:0, but one of .* is on cuda:1"):
         x + y
     assert (x.to("cuda:1") + y).device == torch.device("cuda", 1)
+    y.copy_(x)
+    assert gpu.counts.copies[-1].way == "device to device"
     with torch.cuda.device(1):
         assert torch.ones(1, device="cuda").get_device() == 1
     with pytest.raises(RuntimeError, match="invalid device ordinal 2"):
@@ -205,13 +207,49 @@ def test_a_thread_has_streams_of_its_own_and_its_operations_count(gpu):
         with torch.cuda.stream(torch.cuda.Stream()):
             found.append(torch.ones(2, device="cuda"))
 
-    thread = threading.Thread(target=work)
+    class Worker(threading.Thread):
+        def run(self):
+            work()
+
+    assert isinstance(torch.cuda.Stream(), torch.cuda.Stream)
+    thread = Worker()
     thread.start()
     thread.join()
     with pytest.raises(RaceError, match="stream"):
         found[0] + 1
     torch.cuda.synchronize()
     assert (found[0] + 1).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_ring_of_pinned_buffers_feeds_another_stream(gpu, waits):
+    side, ring = torch.cuda.Stream(), [torch.empty(4, pin_memory=True) for _ in range(2)]
+    copied = [torch.cuda.Event() for _ in ring]
+
+    def feed(number):
+        buffer, event = ring[number % 2], copied[number % 2]
+        if waits:
+            event.synchronize()
+        buffer.fill_(number)
+        batch = on_side(side, lambda: buffer.to("cuda", non_blocking=True))
+        event.record(side)
+        return batch, event
+
+    def use(number):
+        batch, event = feed(number)
+        torch.cuda.current_stream().wait_event(event)
+        batch.record_stream(torch.cuda.current_stream())
+        return batch * 2
+
+    found = [use(number) for number in range(2)]
+    if not waits:
+        with pytest.raises(RaceError, match="the host writes pinned memory"):
+            use(2)
+        return
+    found += [use(number) for number in range(2, 5)]
+    assert [x[0].item() for x in found] == [0, 2, 4, 6, 8]
+    copies = gpu.counts.table()["copies"]
+    assert copies == {"around: host to device, pinned": "5 of 80 bytes"}
 
 
 # --- Graphs ---

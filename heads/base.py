@@ -23,41 +23,61 @@ Piece = Tensor | slice
 """Indices of rows, or a slice of them."""
 
 
+def _same(logits: Tensor) -> Tensor:
+    return logits
+
+
 @dataclass(frozen=True)
 class StepOutput:
-    """The draft logits of one step (EAGLE-3) or head (Medusa).
+    """The draft logits of one step (EAGLE-3) or head (Medusa), computed when they are asked for: those of all rows and steps may
+    take more memory than there is.
 
     Row t = rows[r] predicts token x_{t+2+offset}; its teacher is the target's distribution at position t+1+offset.
 
     Attributes:
         offset: the number of the step, from 0.
         rows: [R] int64 flat indices b*L+t, ascending.
-        source: the logits [R, W], or a function that computes those of some rows where not all fit in memory.
+        inputs: [R, ...], what `project` makes the logits of, one tensor or several.
+        project: inputs of any rows -> logits [rows, W]. It uses them and parameters, and no other tensor with a gradient.
         feature: [R, H] the predicted last state of the target at position t+1+offset (EAGLE-1).
         confidence: [R] the log-odds that the drafted token is accepted, given that those before it are (DSpark).
         stops: [R] bool, True where the draft ends before this token, which it must not depend on.
+        precision: the autocast that `project` runs in, that of the place where the step was made.
     """
 
     offset: int
     rows: Tensor
-    source: Tensor | Callable[[Piece], Tensor]
+    inputs: Tensor | tuple[Tensor, ...]
+    project: Callable[..., Tensor] = _same
     feature: Tensor | None = None
     confidence: Tensor | None = None
     stops: Tensor | None = None
+    precision: tuple[torch.dtype, bool] = (torch.float32, False)
+
+    def __post_init__(self) -> None:
+        kind = self.rows.device.type
+        if torch.is_autocast_enabled(kind):
+            object.__setattr__(self, "precision", (torch.get_autocast_dtype(kind), True))
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """`inputs` as a tuple."""
+        return (self.inputs,) if isinstance(self.inputs, Tensor) else self.inputs
 
     @property
     def logits(self) -> Tensor:
         """All logits, [R, W]."""
-        return self.source if isinstance(self.source, Tensor) else self.source(slice(None))
+        return self.projected(*self.sources)
 
     def logits_of(self, piece: Piece) -> Tensor:
         """Return the logits of some of the rows."""
-        return self.source[piece] if isinstance(self.source, Tensor) else self.source(piece)
+        return self.projected(*(x[piece] for x in self.sources))
 
-    def select(self, piece: Piece) -> "StepOutput":
-        """Return the same step on some of its rows."""
-        others = (x if x is None else x[piece] for x in (self.feature, self.confidence, self.stops))
-        return StepOutput(self.offset, self.rows[piece], self.logits_of(piece), *others)
+    def projected(self, *inputs: Tensor) -> Tensor:
+        """Return the logits of such inputs, in the step's precision."""
+        dtype, enabled = self.precision
+        with torch.autocast(self.rows.device.type, dtype if enabled else None, enabled=enabled):
+            return self.project(*inputs)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from draftsmith.errors import StoppedError, UserError
 from draftsmith.eval.training.history import Forecast
 from draftsmith.heads.base import DraftHead, count_rows
 from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
+from draftsmith.heads.losses.head_loss import LossOutput, loss_divisor
 from draftsmith.machine import environment_json
 from draftsmith.memory import HeldMemory
 from draftsmith.progress import Bar, say
@@ -47,7 +47,7 @@ from draftsmith.train.metrics import (
     warn_at_chance,
     warn_at_start,
 )
-from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, run_pass, whole_head, whole_state
+from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, whole_head, whole_state
 from draftsmith.train.process import ENDING, Interrupt
 from draftsmith.train.schedule import MicroBatches, Schedule, TrainData, build_optimizers, lr_factor, set_lr
 
@@ -88,7 +88,7 @@ class _Run:
         # Before each process has a shard of the head.
         self.untrained = digest_of(folder, Progress(), head) if meeting() else ""
         optimizers = build_optimizers(head, self.spec)
-        self.model, self.optimizers = prepare(self.accelerator, head, optimizers, self.spec)
+        self.model, self.optimizers = prepare(self.accelerator, head, self.target_head, optimizers, self.spec)
         self.train_steps = head.trains.steps
         self.draft_length = head.clamp_draft_length(recipe.evaluate.num_speculative_tokens)
         lengths = [data.source.lengths[i] for i in data.train]
@@ -288,10 +288,7 @@ class _Run:
             tokens = int((batch.document >= 0).sum())
             batch = batch.to(device)  # one at a time: accumulation is for where memory is short
             with accelerator.accumulate(self.model):
-                output = run_pass(self.model, batch, self.train_steps)
-                scored = head_loss(
-                    output, batch, self.target_head, self.head.draft_vocab, self.spec.loss, warmup_weight
-                )
+                scored = LossOutput(*self.model(batch, warmup_weight))
                 accelerator.backward(scored.loss_sum * (scale * counts))
                 added = step_sums(scored, tokens)
                 sums = torch.zeros_like(added) if sums is None else sums

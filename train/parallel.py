@@ -21,10 +21,13 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError, first_line
 from draftsmith.fields import shown
 from draftsmith.foreign.text import read_object, read_yaml
-from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.losses.head_loss import LossOutput, head_loss
+from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.machine import faster_in_bf16
 from draftsmith.recipe.parse import find_file
 from draftsmith.recipe.schema import TrainSpec
+from draftsmith.target.target import TargetHead
 from draftsmith.train.process import world
 
 FSDP, DEEPSPEED = "FSDP", "DEEPSPEED"
@@ -52,25 +55,22 @@ _COUNTS = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_proce
 
 
 class WrappedHead(nn.Module):
-    """A head that returns plain tuples, for Accelerate to wrap: FSDP2 and DeepSpeed look for tensors in tuples alone.
+    """A head with its loss, for Accelerate to wrap: both use the weights, which FSDP2 gathers for one call of `forward`.
 
     It also keeps the head's final norm away from Accelerate, which would make it a shard group of its own.
     """
 
-    def __init__(self, head: DraftHead) -> None:
+    def __init__(self, head: DraftHead, target_head: TargetHead, loss: LossSpec) -> None:
         super().__init__()
-        self.head = head
+        self.head, self.loss = head, loss
+        self._target_head = [target_head]  # in a list, so that it is not a part
 
-    def forward(self, batch: TrainBatch, num_steps: int) -> tuple[tuple[Any, ...], ...]:
-        """Run the head; return each StepOutput as the tuple of its fields, that of a tuned target last."""
-        steps = self.head(batch, num_steps).scored
-        return tuple(tuple(getattr(step, field.name) for field in fields(StepOutput)) for step in steps)
-
-
-def run_pass(model: nn.Module, batch: TrainBatch, num_steps: int) -> HeadOutput:
-    """Call a prepared WrappedHead, and make a HeadOutput of its tuples."""
-    *steps, last = (StepOutput(*values) for values in model(batch, num_steps))
-    return HeadOutput(tuple(steps), last) if last.offset < 0 else HeadOutput((*steps, last))
+    def forward(self, batch: TrainBatch, warmup_weight: float) -> tuple[Tensor | None, ...]:
+        """Return the fields of a LossOutput: FSDP2 and DeepSpeed look for tensors in tuples alone."""
+        output = self.head(batch, self.head.trains.steps)
+        (target_head,) = self._target_head
+        scored = head_loss(output, batch, target_head, self.head.draft_vocab, self.loss, warmup_weight)
+        return tuple(getattr(scored, field.name) for field in fields(LossOutput))
 
 
 def launch_settings(config: Path | None = None) -> dict[str, str]:
@@ -229,7 +229,11 @@ def _autocast_dtype(device: torch.device, spec: TrainSpec) -> torch.dtype | None
 
 
 def prepare(
-    accelerator: Any, head: DraftHead, optimizers: Sequence[torch.optim.Optimizer], spec: TrainSpec
+    accelerator: Any,
+    head: DraftHead,
+    target_head: TargetHead,
+    optimizers: Sequence[torch.optim.Optimizer],
+    spec: TrainSpec,
 ) -> tuple[nn.Module, list[Any]]:
     """Return `head` as a WrappedHead and the optimizers, both wrapped by Accelerate; `head` stays a part of the former.
 
@@ -241,7 +245,7 @@ def prepare(
         # The frozen embedding is the target's own memory: sharding it would copy it and gather it at every step.
         frozen = [m for m in head.modules() if (own := list(m.parameters())) and not any(p.requires_grad for p in own)]
         accelerator.state.fsdp_plugin.ignored_modules = frozen
-    model, *wrapped = accelerator.prepare(WrappedHead(head), *optimizers)
+    model, *wrapped = accelerator.prepare(WrappedHead(head, target_head, spec.loss), *optimizers)
     return model, wrapped
 
 

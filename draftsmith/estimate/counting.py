@@ -9,7 +9,7 @@ Shapes: B texts, L tokens of a text, N query heads, G key/value heads, D head si
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError, first_line
-from draftsmith.heads.base import DraftHead, draft_vocab_size_of
-from draftsmith.heads.losses.head_loss import head_loss
+from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, draft_vocab_size_of
+from draftsmith.heads.losses.head_loss import PIECE, by_projection, head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import find_method
 from draftsmith.recipe.schema import TrainSpec
@@ -37,17 +37,29 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class TextCost:
-    """What a training pass takes for one text. products, attention: FLOPs. memory: bytes of activations and logits, without the
-    weights' copies in bf16."""
+    """What a training pass takes for one text.
+
+    Attributes:
+        products, attention: FLOPs.
+        forward: bytes in the head's forward pass, without the weights' copies in bf16.
+        kept: bytes of activations and gradients that are there while the loss is computed.
+        piece: bytes of a piece of the loss, however many texts there are.
+    """
 
     products: float
     attention: float
-    memory: float
+    forward: float
+    kept: float
+    piece: float
 
     @property
     def flops(self) -> float:
         """All FLOPs."""
         return self.products + self.attention
+
+    def memory(self, texts: float) -> float:
+        """Return the most bytes at once for so many texts."""
+        return max(texts * self.forward, texts * self.kept + self.piece)
 
 
 class HeadCost:
@@ -101,7 +113,9 @@ class HeadCost:
         """Return what a training pass takes for a text of so many tokens of prompt and answer."""
         key = repr((prompt, answer, loss))
         if key not in self._texts:
-            guess = TextCost(6.0 * self.parameters * (prompt + answer), 0.0, 10.0 * answer * self.draft_vocab)
+            # As EAGLE-3 takes of one step, and any loss of a piece.
+            kept, flops = 100.0 * answer * self._target.hidden_size, 6.0 * self.parameters * (prompt + answer)
+            guess = TextCost(flops, 0.0, kept, kept, 20.0 * PIECE["cuda"])
             self._texts[key] = guess
             with self._else_guess("each token passes each weight once, as the head cannot run"):
                 self._texts[key] = self._count(prompt, answer, loss)
@@ -115,11 +129,53 @@ class HeadCost:
         with _Meter(getattr(head, "window", None) or self._window) as meter:
             with _Autocast() as autocast:
                 output = head(batch, head.trains.steps)
+            forward, meter.most = meter.most, meter.alive
             with _Mixed():
-                scored = head_loss(output, batch, target.head, head.draft_vocab, loss)
-                torch.autograd.grad(scored.loss_sum, [step.logits for step in output.scored], allow_unused=True)
+                groups = by_projection(output.scored)
+                rows = max(sum(len(step.rows) for _, step in group) for group in groups)
+                joined = max(_joined(group) for group in groups)
+                size = min(PIECE["cuda"], rows * self.draft_vocab // 2)  # so that gradients of two pieces meet
+                output = _within(output, autocast)
+                scored = head_loss(output, batch, target.head, head.draft_vocab, loss, piece=size)
         copies = sum(copy.untyped_storage().nbytes() for _, copy in autocast.copies.values())
-        return TextCost(meter.products, meter.attention, meter.most - copies)
+        piece = (meter.most - meter.alive - joined) * PIECE["cuda"] / size
+        kept = meter.alive + joined - copies - gradients_ready(scored.loss_sum)
+        return TextCost(meter.products, meter.attention, forward - copies, kept, piece)
+
+
+def _joined(steps: Sequence[tuple[int, StepOutput]]) -> int:
+    """Return the bytes of the rows of several steps that the loss puts behind one another."""
+    given = [x for _, step in steps for x in (*step.sources, step.feature, step.confidence) if x is not None]
+    return sum(x.numel() * x.itemsize for x in given) if len(steps) > 1 else 0
+
+
+def gradients_ready(total: Tensor) -> int:
+    """Return the bytes of the gradients of parameters that a loss holds ready."""
+    queue, size = [total.grad_fn], 0
+    while queue:
+        node = queue.pop()
+        following = [] if node is None else [node for node, _ in node.next_functions]
+        if "Ready" in type(node).__name__:
+            variables = [getattr(one, "variable", None) for one in following]
+            size += sum(x.numel() * x.itemsize for x in variables if x is not None)
+        else:
+            queue += following
+    return size
+
+
+def _within(output: HeadOutput, mode: TorchFunctionMode) -> HeadOutput:
+    """Return the output with projections that run in a mode."""
+
+    def inside(project: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*inputs: Tensor) -> Tensor:
+            with mode:
+                return project(*inputs)
+
+        return run
+
+    known = {step.project: inside(step.project) for step in output.scored}  # one for one, as steps are joined by it
+    steps = [replace(step, project=known[step.project]) for step in output.scored]
+    return HeadOutput(tuple(steps[: len(output.steps)]), *steps[len(output.steps) :])
 
 
 class _ShapeTarget(Target):
@@ -145,7 +201,7 @@ class _Meter(TorchDispatchMode):
     def __init__(self, window: int | None = None) -> None:
         super().__init__()
         self.window, self.products, self.attention = window, 0.0, 0.0
-        self.most = self._alive = 0
+        self.most = self.alive = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and args[0].is_meta:
@@ -157,12 +213,13 @@ class _Meter(TorchDispatchMode):
                 if storage._cdata not in given:
                     self._change(storage.nbytes())
                     weakref.finalize(storage, self._change, -storage.nbytes())
-            self._count(func, args, kwargs or {}, out)
+            if torch._C._current_graph_task_id() == -1:  # not in a backward pass, which is counted with the forward one
+                self._count(func, args, kwargs or {}, out)
         return out
 
     def _change(self, size: int) -> None:
-        self._alive += size
-        self.most = max(self.most, self._alive)
+        self.alive += size
+        self.most = max(self.most, self.alive)
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Add the FLOPs of a product, and as many for each factor that needs a gradient; of causal attention two products of 2*N*D for

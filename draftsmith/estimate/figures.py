@@ -274,9 +274,10 @@ class Estimate:
 
     @property
     def pass_bytes(self) -> float:
-        """Activations and logits of one micro-batch."""
+        """Activations of one micro-batch, and a piece of its loss."""
         spec = self.recipe.train
-        return spec.rows * spec.row_tokens / (self.given.prompt + self.given.answer) * self.text.memory
+        texts = spec.rows * spec.row_tokens / (self.given.prompt + self.given.answer)
+        return self.text.memory(texts)
 
     @property
     def evaluate_bytes(self) -> float:

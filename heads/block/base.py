@@ -13,7 +13,7 @@ projection are used, frozen. A layer is Qwen3's, with norms of queries and keys.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import ClassVar, Self, TypeVar
@@ -30,7 +30,6 @@ from draftsmith.heads.base import (
     DraftHead,
     Drafts,
     HeadOutput,
-    Piece,
     Reads,
     StepOutput,
     Trains,
@@ -165,18 +164,6 @@ class BlockHead(DraftHead):
             states.append(self.norm(out_RSH[counted, self.first_slot + step]))
             steps.append(needed[counted])
         return HeadOutput(tuple(self.outputs(states, steps, batch)))
-
-    def late(self, logits: Callable[..., Tensor], *inputs: Tensor) -> Callable[[Piece], Tensor]:
-        """Return a function that computes the logits of some rows of `inputs`. Outside training a block begins at every
-        row, and the logits of all slots at once would take many times the memory of training."""
-        kind = inputs[0].device.type
-        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-
-        def compute(piece: Piece) -> Tensor:
-            with torch.autocast(kind, dtype, enabled):
-                return logits(*(x[piece] for x in inputs))
-
-        return compute
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Aux streams [..., A*H] -> what the layers make the context's keys and values of, [..., H]."""

@@ -10,7 +10,6 @@ predicts; slot 0 holds the root and predicts nothing. Blocks and layers are thos
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
@@ -28,13 +27,8 @@ class DFlashHead(BlockHead):
     first_slot = 1
 
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
-        """The states [R_k, H] and rows [R_k] of each step -> its logits; in training those of all steps in one product."""
-        if not torch.is_grad_enabled():
-            return [
-                StepOutput(k, at, self.late(self.logits, x)) for k, (at, x) in enumerate(zip(rows, states, strict=True))
-            ]
-        logits = self.logits(torch.cat([*states])).split([len(x) for x in rows])
-        return [StepOutput(k, at, logits_k) for k, (at, logits_k) in enumerate(zip(rows, logits, strict=True))]
+        """The states [R_k, H] and rows [R_k] of each step -> its logits."""
+        return [StepOutput(k, at, x, self.logits) for k, (at, x) in enumerate(zip(rows, states, strict=True))]
 
 
 class DFlashDrafter(BlockDrafter):

@@ -58,10 +58,13 @@ class DraftLmHead(DraftHead):
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_k, V] of `num_steps` steps, from one pass over the documents."""
         rows = [mask.flatten().nonzero().flatten() for mask in islice(iterate_supervised_rows(batch), num_steps)]
-        logits_RV = self.logits(read_documents(self.model, batch).flatten(0, 1)[rows[0] + 1])
-        # The positions of later steps are among those of the first.
+        states_RH = read_documents(self.model, batch).flatten(0, 1)[rows[0] + 1]
+        if num_steps == 1:
+            return HeadOutput((StepOutput(0, rows[0], states_RH, self.logits),))
+        # The positions of later steps are among those of the first, so that its logits serve all.
+        logits_RV = self.logits(states_RH)
         at = [torch.searchsorted(rows[0], rows_k + k) for k, rows_k in enumerate(rows)]
-        return HeadOutput(tuple(StepOutput(k, rows[k], logits_RV[at[k]] if k else logits_RV) for k in range(num_steps)))
+        return HeadOutput(tuple(StepOutput(k, rows[k], logits_RV[at[k]]) for k in range(num_steps)))
 
     def logits(self, states: Tensor) -> Tensor:
         """States behind the final norm [..., H] -> draft logits [..., V]."""

@@ -77,14 +77,9 @@ class DSparkHead(BlockHead):
         tokens = [shift_left(batch.ids, 1 + k, 0).flatten()[at] for k, at in enumerate(rows)]
         sizes, every = [len(at) for at in rows], torch.cat([*states])
         before = self.markov_head.markov_w1(torch.cat(tokens)).to(every.dtype)
-        sources: Sequence[Any]
-        if torch.is_grad_enabled():
-            sources = self._biased(every, before).split(sizes)
-        else:
-            pairs = zip(states, before.split(sizes), strict=True)
-            sources = [self.late(self._biased, state, own) for state, own in pairs]
+        sources = list(zip(states, before.split(sizes), strict=True))
         if self.confidence_head is None:
-            return [StepOutput(k, at, source) for k, (at, source) in enumerate(zip(rows, sources, strict=True))]
+            return [StepOutput(k, at, sources[k], self._biased) for k, at in enumerate(rows)]
         odds = self.log_odds(every, before).split(sizes)
         survival = every.new_ones(batch.ids.numel(), dtype=torch.float32)
         steps = []
@@ -93,7 +88,7 @@ class DSparkHead(BlockHead):
             if self.threshold is not None:
                 survival[at] = survival[at] * self.calibrated(k, odds[k].detach())
                 stops = survival[at] < self.threshold
-            steps.append(StepOutput(k, at, sources[k], confidence=odds[k], stops=stops))
+            steps.append(StepOutput(k, at, sources[k], self._biased, confidence=odds[k], stops=stops))
         return steps
 
     def _biased(self, states: Tensor, before: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class EagleHead(DraftHead):
                 out_RH = passing.step(step, *self.layer_input(self._embed(tokens_R), self.feedback(out_RH)))
             counted = mask.flatten()[plan.rows].nonzero().flatten()
             states = out_RH[counted]
-            steps.append(StepOutput(step, plan.rows[counted], self.logits(states), self.feature(states)))
+            steps.append(StepOutput(step, plan.rows[counted], states, self.logits, self.feature(states)))
         return HeadOutput(tuple(steps))
 
     def first_step(self, batch: TrainBatch, hidden_BLH: Tensor, passing: TrainingPass) -> Tensor:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from draftsmith.data.batch import TrainBatch
@@ -156,20 +157,32 @@ def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target:
     """
     stored = dict(reloaded.named_parameters())
     rounded = {
-        name: value.to(files.dtype).to(stored[name])
+        f"head.{name}": value.to(files.dtype).to(stored[name])
         for name, value in head.named_parameters()
         if name in stored  # a bias of zeros is none when it is read again
     }
-    if EMBEDDING in rounded and torch.equal(
+    if f"head.{EMBEDDING}" in rounded and torch.equal(
         own := head.get_parameter(EMBEDDING).to(stored[EMBEDDING]), stored[EMBEDDING]
     ):
-        rounded[EMBEDDING] = own
+        rounded[f"head.{EMBEDDING}"] = own
     steps = head.clamp_draft_length(head.trains.steps)
     window = flatten(files.config).get("sliding_window") or 0  # a window that is lost shows on longer texts only
     batch = _random_batch(reloaded, target, length=window + steps + 8)
     with drafting(head, reloaded):
-        ours, theirs = functional_call(head, rounded, (batch, steps)), reloaded(batch, steps)
-    return all(agree(a.logits, b.logits) for a, b in zip(ours.steps, theirs.steps, strict=True))
+        ours, theirs = functional_call(_Logits(head), rounded, (batch, steps)), _Logits(reloaded)(batch, steps)
+    return all(agree(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class _Logits(nn.Module):
+    """A head's logits of all steps, computed while its weights stand in for others."""
+
+    def __init__(self, head: DraftHead) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, batch: TrainBatch, steps: int) -> list[Tensor]:
+        """Return the logits [R_k, W] of each step."""
+        return [step.logits for step in self.head(batch, steps).steps]
 
 
 def _dtype(dtype: str | torch.dtype | None, target: Target) -> torch.dtype:

@@ -10,7 +10,8 @@ x_{t+1} that the target itself gives. Head i reads [y_t, e(x_{t+1}), e(x_{t+2}),
 input embedding, and predicts x_{t+2+i}: in training these tokens are the text's, in drafting the root and the draft so far.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import ClassVar
 
@@ -196,7 +197,7 @@ class HydraHead(ScaledHead):
             rows, path_RC = rows[still], path_RC[still]
             path_RC = self.extend(path_RC, shift_left(batch.ids, 1 + i, 0).flatten()[rows])
             drop = Dropper(self.options.dropout, seeds[rows], position[rows], i) if dropped else None
-            steps.append(StepOutput(i, rows, self.logits(i, path_RC, drop)))
+            steps.append(StepOutput(i, rows, self.state(i, path_RC, drop), self.projection(i)))
         return HeadOutput(tuple(steps))
 
     def extend(self, path: Tensor, tokens: Tensor) -> Tensor:
@@ -204,11 +205,19 @@ class HydraHead(ScaledHead):
         state and the root."""
         return torch.cat([path, self.embed_tokens(tokens).to(path.dtype) * self.embedding_scale], -1)
 
-    def logits(self, head: int, path: Tensor, drop: Dropper | None = None) -> Tensor:
-        """What head number `head` reads [..., C] -> draft logits [..., V]. drop: dropout in training."""
+    def logits(self, head: int, path: Tensor) -> Tensor:
+        """What head number `head` reads [..., C] -> draft logits [..., V]."""
+        return self.projection(head)(self.state(head, path))
+
+    def state(self, head: int, path: Tensor, drop: Dropper | None = None) -> Tensor:
+        """What head number `head` reads [..., C] -> what its projection reads, [..., H]. drop: dropout in training."""
         for block in self._applied(head):
             path = block(path if drop is None else drop(path))
-        return self.hydra_lm_head[head](path if drop is None else drop(path), self.target_head)
+        return path if drop is None else drop(path)
+
+    def projection(self, head: int) -> Callable[[Tensor], Tensor]:
+        """Return what makes logits [..., V] of the state of head number `head`."""
+        return partial(self.hydra_lm_head[head], target_head=self.target_head)
 
     def blocks(self, head: int) -> list[ResBlock]:
         """Return the blocks of a head that have weights of their own."""

@@ -112,14 +112,12 @@ class Loss:
     """One loss that `train.loss.kind` can name: by the name of its function.
 
     function: ([R, W] log q, teacher, **parameters) -> [R]. formula, summary: for docs/train-a-head.md; `--help` has the summary.
-    recomputed: the backward pass computes the function again instead of keeping its distributions, up to six more [R, W] per step.
     parameters: its numbers, fields of `LossSpec`.
     """
 
     function: Callable[..., Tensor]
     formula: str
     summary: str
-    recomputed: bool = True
     parameters: tuple[str, ...] = ()
 
     @property
@@ -134,7 +132,6 @@ LOSSES: dict[str, Loss] = {
             kl,
             "Σ p' log(p'/q)",
             "forward KL, for which the draft covers whatever the target may say",
-            recomputed=False,
         ),
         Loss(
             reverse_kl,
@@ -151,7 +148,6 @@ LOSSES: dict[str, Loss] = {
             soft_ce,
             "-Σ p' log q",
             "cross-entropy with the target's distribution, the gradient of kl and the value that other trainers print",
-            recomputed=False,
         ),
         Loss(
             tv,
@@ -173,7 +169,6 @@ LOSSES: dict[str, Loss] = {
             hard_ce,
             "-log q(x)",
             "cross-entropy with the text's own token x alone, as Medusa was published",
-            recomputed=False,
         ),
     )
 }

@@ -3,31 +3,29 @@
 Shapes: B batch rows, L tokens, R supervised rows of a step, U teacher positions of all steps, H target hidden,
 V target vocab, W draft vocab, S steps.
 
-The teacher's logits are computed from stored hidden states once per batch, for the union of the positions that any step needs
-and for the draft vocabulary's columns alone (docs/algorithms.md, rule 4). The losses of a row are in divergences.py.
+The rows of all steps are taken in the order of their positions, a piece at a time (pieces.py): of a piece's positions the teacher's
+logits are computed once, from stored hidden states and for the draft vocabulary's columns alone (docs/algorithms.md, rule 4). No
+tensor with V or W columns outlives its piece. The losses of a row are in divergences.py.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
+from draftsmith.heads.losses.pieces import sum_pieces
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.target.target import TargetHead
 
-_CHUNK_ROWS = 1024
-"""Rows whose distributions are held at a time without gradients: block drafters are evaluated on many times the rows that
-they are trained on."""
-_TEACHER_CHUNK = 1 << 26
-"""Teacher logits made at a time (256 MB of fp32)."""
+PIECE = {"cpu": 1 << 22, "cuda": 1 << 25}
+"""Logits that are there at a time, by the kind of device: what a CPU's caches hold, and 128 MB of fp32. Other kinds take CUDA's."""
 
 
 @torch.no_grad()
@@ -39,11 +37,7 @@ def make_teacher(
     hidden_UH = batch.last.flatten(0, 1)[positions_U]
     logsumexp_U = batch.logsumexp.flatten()[positions_U].float()
     label_U = shift_left(batch.ids, 1, 0).flatten()[positions_U]
-    rows = max(1, _TEACHER_CHUNK // (1 << 17 if draft_vocab is None else len(draft_vocab)))
-    pieces = []
-    for hidden, lse in zip(*(x.split(rows) for x in (hidden_UH, logsumexp_U)), strict=True):
-        pieces.append(target_head.logits(hidden, draft_vocab).float().sub_(lse[:, None]))
-    log_p_UW = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+    log_p_UW = target_head.logits(hidden_UH, draft_vocab).float().sub_(logsumexp_U[:, None])
     p_UW = log_p_UW.exp()
     mass_U = p_UW.sum(-1).clamp_min(TINY)
     negentropy_U = torch.linalg.vecdot(p_UW, log_p_UW.clamp_min(-1e4)) / mass_U - mass_U.log()
@@ -82,14 +76,20 @@ class LossOutput:
 def row_loss(spec: LossSpec, kind: str | None = None) -> Callable[[Tensor, Teacher], Tensor]:
     """Return the loss `kind` (None: that of `spec`) with the numbers of `spec`: ([R, W] log q, teacher) -> [R]."""
     loss = LOSSES[kind or spec.kind]
-    function = partial(loss.function, **{key: getattr(spec, key) for key in loss.parameters})
-    return partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False) if loss.recomputed else function
+    return partial(loss.function, **{key: getattr(spec, key) for key in loss.parameters})
 
 
-def _row_terms(
-    spec: LossSpec, batch: TrainBatch, tuned: bool
-) -> Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor]:
-    """Return the whole loss of a step's rows, (step, [R, W] log q, teacher, [R] 0 where a row is dropped) -> [R].
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of several steps: the index of the position of each in the batch, and what the head says of it besides logits."""
+
+    positions: Tensor
+    feature: Tensor | None
+    confidence: Tensor | None
+
+
+def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[_Rows, Tensor, Teacher, Tensor], Tensor]:
+    """Return the whole loss of rows, (rows, [R, W] log q, teacher, [R] 0 where a row is dropped) -> [R].
 
     It sums the weighted losses of the logits, of the target's most likely tokens, of the features and of the confidence.
     tuned: whether the head tunes the target.
@@ -98,22 +98,22 @@ def _row_terms(
     extra_terms = [(extra_weight, row_loss(spec, kind)) for kind, extra_weight in spec.also.items() if extra_weight]
     confidence_weight = 1.0 if spec.confidence_weight is None else spec.confidence_weight
 
-    def loss_of(step: StepOutput, log_q_RW: Tensor, teacher: Teacher, kept_R: Tensor) -> Tensor:
-        weight, feature_weight = spec.term_weights(step.feature is not None, tuned)
+    def loss_of(rows: _Rows, log_q_RW: Tensor, teacher: Teacher, kept_R: Tensor) -> Tensor:
+        weight, feature_weight = spec.term_weights(rows.feature is not None, tuned)
         loss_R = weight * base(log_q_RW, teacher)
         for extra_weight, loss in extra_terms:
             loss_R = loss_R + extra_weight * loss(log_q_RW, teacher)
         if spec.top_k_weight:
             loss_R = loss_R + spec.top_k_weight * top_k_ce(log_q_RW, teacher, spec.top_k)
-        if feature_weight and step.feature is not None:
-            state_RH = batch.last.flatten(0, 1)[step.rows + 1 + step.offset].float()
-            distance_RH = F.smooth_l1_loss(step.feature.float(), state_RH, reduction="none")
+        if feature_weight and rows.feature is not None:
+            state_RH = batch.last.flatten(0, 1)[rows.positions].float()
+            distance_RH = F.smooth_l1_loss(rows.feature.float(), state_RH, reduction="none")
             loss_R = loss_R + feature_weight * distance_RH.mean(-1)
         loss_R = loss_R * kept_R
-        if step.confidence is not None:
+        if rows.confidence is not None:
             # On dropped rows too, whose drafts fail; and at weight 0, as processes that train together need a gradient of
             # every parameter.
-            loss_R = loss_R + confidence_weight * confidence_loss(step.confidence, log_q_RW, teacher)
+            loss_R = loss_R + confidence_weight * confidence_loss(rows.confidence, log_q_RW, teacher)
         return loss_R
 
     return loss_of
@@ -153,6 +153,7 @@ def head_loss(
     draft_vocab: Tensor | None,
     spec: LossSpec,
     warmup_weight: float = 1.0,
+    piece: int | None = None,
 ) -> LossOutput:
     """Return the loss and the metrics of a head's output on `batch`.
 
@@ -161,86 +162,117 @@ def head_loss(
     `step_rows`, and count as misses (docs/algorithms.md, rule 8). Everything runs in fp32, also under
     autocast.
     draft_vocab: [W] sorted target ids, None for all. warmup_weight: multiplies the losses of the draft, see
-    `LossSpec.warmup_weight`. The teacher of a target that is tuned too (output.tuned) is the original.
+    `LossSpec.warmup_weight`. piece: logits that are there at a time, None for those of `PIECE`. The teacher of a target that is tuned
+    too (output.tuned) is the original.
     """
-    with torch.autocast(batch.ids.device.type, enabled=False):
-        rows = torch.cat([s.rows + 1 + s.offset for s in output.scored])
-        positions, index = torch.unique(rows, return_inverse=True)
-        teacher = make_teacher(batch, positions, target_head, draft_vocab)
-        top1 = batch.top1.flatten()[positions]
-        loss_of = _row_terms(spec, batch, output.tuned is not None)
-        weights = _row_weights(batch, spec, output.steps[0].rows)
-        sums = []
-        indices = index.split([len(s.rows) for s in output.scored])
-        for step, index_R in zip(output.steps, indices, strict=False):
-            weight = None if weights is None else weights[step.rows]
-            sums.append(_step_sums(step, teacher, index_R, top1[index_R], weight, draft_vocab, loss_of))
-        tuned_loss, tuned = torch.zeros((), device=batch.ids.device), None
+    device, steps = batch.ids.device, output.steps
+    piece = piece or PIECE.get(batch.last.device.type, PIECE["cuda"])
+    depth_S = torch.tensor([warmup_weight * spec.step_weight(step.offset) for step in steps], device=device)
+    weights = _row_weights(batch, spec, steps[0].rows)
+    loss_of = _row_terms(spec, batch, output.tuned is not None)
+
+    def terms(piece: _Piece, log_q_RW: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+        kept_R = (piece.best >= 0).to(log_q_RW.dtype)
+        loss_R = loss_of(rows, log_q_RW, piece.teacher, kept_R)
+        loss_R = loss_R if weights is None else loss_R * weights[piece.rows]
+        with torch.no_grad():
+            correct_R = log_q_RW.argmax(-1) == piece.best  # in fp32: several times faster than in bf16
+            figures = torch.stack([loss_R, correct_R, acceptance(log_q_RW, piece.teacher)]).double()
+            step_RS = F.one_hot(piece.step, len(steps)).double()
+        return (loss_R * depth_S[piece.step]).sum(), figures @ step_RS
+
+    def tuned_terms(piece: _Piece, log_q_RV: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+        kl_R = kl(log_q_RV, piece.teacher)
+        loss_R = kl_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, piece.teacher)
+        loss_R = loss_R if weights is None else loss_R * weights[piece.rows]
+        loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
+        same_R = log_q_RV.argmax(-1) == piece.best
+        return loss, torch.stack(
+            [loss.detach(), kl_R.detach().sum(), same_R.sum(), loss.new_tensor(len(same_R))]
+        ).double()
+
+    with torch.autocast(device.type, enabled=False):
+        loss, figures, tuned = torch.zeros((), device=device), torch.zeros(3, len(steps), device=device).double(), None
+        for of_project in by_projection(steps):
+            more_loss, more = _sums(of_project, batch, target_head, draft_vocab, terms, piece)
+            loss, figures = loss + more_loss, figures + more
         if output.tuned is not None:
             assert draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
-            tuned_loss, tuned = _tuned_sums(output.tuned, teacher.select(indices[-1]), top1[indices[-1]], weights, spec)
-    depth = torch.tensor([spec.step_weight(s.offset) for s in output.steps], device=batch.ids.device)
-    step_loss = torch.stack([s.loss for s in sums])
+            tuned_loss, tuned = _sums([(0, output.tuned)], batch, target_head, None, tuned_terms, piece)
+            loss = loss + tuned_loss
     return LossOutput(
-        loss_sum=warmup_weight * (depth * step_loss).sum() + tuned_loss,
-        rows=torch.tensor(len(output.steps[0].rows), device=batch.ids.device),
-        step_loss=step_loss.detach(),
-        step_rows=torch.tensor([len(s.rows) for s in output.steps], device=batch.ids.device),
-        step_correct=torch.stack([s.correct for s in sums]),
-        step_acceptance=torch.stack([s.acceptance for s in sums]),
-        tuned=tuned,
+        loss_sum=loss,
+        rows=torch.tensor(len(steps[0].rows), device=device),
+        step_loss=figures[0].float(),
+        step_rows=torch.tensor([len(s.rows) for s in steps], device=device),
+        step_correct=figures[1].long(),
+        step_acceptance=figures[2].float(),
+        tuned=None if tuned is None else tuned.float(),
     )
 
 
 @dataclass(frozen=True)
-class _StepSums:
-    loss: Tensor
-    correct: Tensor
-    acceptance: Tensor
+class _Piece:
+    """Some rows. rows, step: [R] the flat index and the number of the step of each; teacher: the target's distribution; best: [R]
+    where its likeliest token stands in the draft vocabulary, -1 where it does not."""
+
+    rows: Tensor
+    step: Tensor
+    teacher: Teacher
+    best: Tensor
 
 
-def _step_sums(
-    step: StepOutput,
-    teacher: Teacher,
-    index_R: Tensor,
-    top1_R: Tensor,
-    weight_R: Tensor | None,
+_Terms = Callable[[_Piece, Tensor, _Rows], tuple[Tensor, Tensor]]
+
+
+def by_projection(steps: Sequence[StepOutput]) -> list[list[tuple[int, StepOutput]]]:
+    """Return the numbered steps, those side by side that one function makes the logits of."""
+    return [list(group) for _, group in groupby(enumerate(steps), key=lambda numbered: numbered[1].project)]
+
+
+def _sums(
+    steps: Sequence[tuple[int, StepOutput]],
+    batch: TrainBatch,
+    target_head: TargetHead,
     draft_vocab: Tensor | None,
-    loss_of: Callable[[StepOutput, Tensor, Teacher, Tensor], Tensor],
-) -> _StepSums:
-    """Return the sums over a step's rows; index_R: where each row's distribution stands in `teacher`."""
-    if not torch.is_grad_enabled() and len(step.rows) > _CHUNK_ROWS:
-        parts = []
-        for piece in torch.arange(len(step.rows), device=top1_R.device).split(_CHUNK_ROWS):
-            weight = None if weight_R is None else weight_R[piece]
-            own = (step.select(piece), teacher, index_R[piece], top1_R[piece], weight)
-            parts.append(_step_sums(*own, draft_vocab, loss_of))
-        sums = ([getattr(part, field.name) for part in parts] for field in fields(_StepSums))
-        return _StepSums(*(torch.stack(values).sum(0) for values in sums))
-    teacher, log_q_RW = teacher.select(index_R), torch.log_softmax(step.logits, -1, dtype=torch.float32)
-    best_R = draft_index(top1_R, draft_vocab)
-    kept_R = (best_R >= 0).to(log_q_RW.dtype)
-    loss_R = loss_of(step, log_q_RW, teacher, kept_R)
-    loss = (loss_R if weight_R is None else loss_R * weight_R).sum()
-    with torch.no_grad():
-        correct = (log_q_RW.argmax(-1) == best_R).sum()  # in fp32: several times faster than in bf16
-        overlap = log_q_RW.exp()
-        accepted = torch.minimum(overlap, teacher.p, out=overlap).sum()
-    return _StepSums(loss, correct, accepted)
-
-
-def _tuned_sums(
-    step: StepOutput, teacher: Teacher, top1_R: Tensor, weights: Tensor | None, spec: LossSpec
+    terms: _Terms,
+    size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return a tuned target's weighted loss, and `LossOutput.tuned`."""
-    log_q_RV = torch.log_softmax(step.logits, -1, dtype=torch.float32)
-    kl_R = kl(log_q_RV, teacher)
-    loss_R = kl_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, teacher)
-    loss_R = loss_R if weights is None else loss_R * weights[step.rows]
-    loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
-    same = (log_q_RV.argmax(-1) == top1_R).sum()
-    rows = torch.tensor(len(step.rows), device=step.rows.device)
-    return loss, torch.stack([loss, kl_R.sum(), same.float(), rows.float()]).detach()
+    """Return the sums over the rows of steps with one projection, see `sum_pieces`. size: logits of a piece."""
+    first = steps[0][1]
+    positions = torch.cat([step.rows + 1 + step.offset for _, step in steps])
+    position_R, order_R = positions.sort(stable=True)
+    unique_U, inverse_R = torch.unique_consecutive(position_R, return_inverse=True)
+    rows_R = torch.cat([step.rows for _, step in steps])[order_R]
+    step_R = torch.cat([torch.full_like(step.rows, number) for number, step in steps])[order_R]
+    columns = [step.sources + tuple(x for x in (step.feature, step.confidence) if x is not None) for _, step in steps]
+    tensors = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*columns, strict=True)]
+    width = target_head.vocab_size if draft_vocab is None else len(draft_vocab)
+    pieces = order_R.split(max(1, size // width))
+    ends = torch.tensor([0, *(len(piece) for piece in pieces)]).cumsum(0)
+    # One question to the device for all pieces.
+    bounds = (
+        inverse_R[torch.stack([ends[:-1], ends[1:] - 1]).clamp_min(0).to(position_R.device)].T.tolist()
+        if len(order_R)
+        else [(0, -1)]
+    )
+    top1 = batch.top1.flatten()
+
+    def of_piece(number: int, *values: Tensor) -> tuple[Tensor, Tensor]:
+        at, (begin, end) = slice(int(ends[number]), int(ends[number + 1])), bounds[number]
+        teacher = make_teacher(batch, unique_U[begin : end + 1], target_head, draft_vocab)
+        sources, others = values[: len(first.sources)], list(values[len(first.sources) :])
+        rows = _Rows(
+            position_R[at],
+            None if first.feature is None else others.pop(0),
+            None if first.confidence is None else others.pop(0),
+        )
+        log_q_RW = torch.log_softmax(first.projected(*sources), -1, dtype=torch.float32)
+        best = draft_index(top1[position_R[at]], draft_vocab)
+        piece = _Piece(rows_R[at], step_R[at], teacher.select(inverse_R[at] - begin), best)
+        return terms(piece, log_q_RW, rows)
+
+    return sum_pieces(of_piece, tensors, pieces)
 
 
 def _document_rows(batch: TrainBatch, rows_BL: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ Head i of row t sees y_t, the target's post-final-norm state, and predicts x_{t+
 x_{t+1}, so heads and steps of other drafters count alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, ClassVar, Self
 
@@ -75,13 +75,20 @@ class MedusaHead(DraftHead):
         steps = []
         for i, mask_BL in enumerate(masks):
             rows = mask_BL.flatten().nonzero().flatten()
-            steps.append(StepOutput(i, rows, self.logits(i, last[rows])))
+            steps.append(StepOutput(i, rows, self.state(i, last[rows]), self.projection(i)))
         return HeadOutput(tuple(steps))
 
     def logits(self, head: int, last: Tensor) -> Tensor:
         """The target's state [..., H] -> draft logits [..., V] of head number `head`."""
-        state = self.blocks[head](last.to(next(self.parameters()).dtype))
-        return self.project(state) if self.options.original_lm_head else self.lm_heads[head](state)
+        return self.projection(head)(self.state(head, last))
+
+    def state(self, head: int, last: Tensor) -> Tensor:
+        """The target's state [..., H] -> what the projection of head number `head` reads, [..., H]."""
+        return self.blocks[head](last.to(next(self.parameters()).dtype))
+
+    def projection(self, head: int) -> Callable[[Tensor], Tensor]:
+        """Return what makes logits [..., V] of the state of head number `head`."""
+        return self.project if self.options.original_lm_head else self.lm_heads[head]
 
     def project(self, state: Tensor) -> Tensor:
         """State [..., H] -> fp32 logits [..., V] by the target's output projection."""

@@ -71,7 +71,7 @@ class Medusa2Head(MedusaHead):
         states_BLH = self.tuned.states(batch)
         steps = super().forward(replace(batch, last=states_BLH), num_steps).steps
         rows = answer_rows(batch).flatten().nonzero().flatten()
-        return HeadOutput(steps, StepOutput(-1, rows, self.project(states_BLH.flatten(0, 1)[rows])))
+        return HeadOutput(steps, StepOutput(-1, rows, states_BLH.flatten(0, 1)[rows], self.project))
 
     def project(self, state: Tensor) -> Tensor:
         """State [..., H] -> fp32 logits [..., V] by the tuned target's output projection."""

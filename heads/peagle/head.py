@@ -76,13 +76,13 @@ class PEagleHead(FusedHead):
         plan = plan_rows(batch.document, masks[0])
         passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, plan, num_steps, self.window)
         out_RH = self.first_step(batch, self.initial_hidden(batch.aux, batch.last), passing)
-        steps = [StepOutput(0, plan.rows, self.logits(out_RH))]
+        steps = [StepOutput(0, plan.rows, out_RH, self.logits)]
         masked = self.layer_input(*self.mask_inputs())
         for depth, mask_BL in enumerate(masks[1:], 1):
             kept = mask_BL.flatten()[passing.plan.rows].nonzero().flatten()
             passing.narrow(plan_rows(batch.document, mask_BL), kept)
             out_RH = passing.step(depth, *masked)
-            steps.append(StepOutput(depth, passing.plan.rows, self.logits(out_RH)))
+            steps.append(StepOutput(depth, passing.plan.rows, out_RH, self.logits))
         return HeadOutput(tuple(steps))
 
     def mask_inputs(self) -> tuple[Tensor, Tensor]:

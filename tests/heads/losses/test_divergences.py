@@ -3,8 +3,6 @@ table of losses: what its entries say is true, and the docs and `--help` show it
 
 import inspect
 import math
-from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -140,30 +138,6 @@ def test_the_numbers_of_a_loss_are_fields_of_the_recipe_and_keywords_of_its_func
     for key in loss.parameters:
         with pytest.raises(UserError, match=rf"^train\.loss\.{key} is nan: it must be {RANGES[key]}"):
             LossSpec(kind=loss.name, **{key: math.nan})
-
-
-def saved(function: Callable[[Tensor, Teacher], Tensor]) -> int:
-    """How many [R, W] of fp32 autograd keeps of one loss, but for log q and p."""
-    p, logits, tokens = draft_probs(torch.float32)
-    log_q, teacher, kept = logits.log_softmax(-1).requires_grad_(), teacher_of(p, tokens), {}
-
-    def pack_(x: Tensor) -> Tensor:
-        kept[x.data_ptr()] = x
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack_, lambda x: x):
-        function(log_q, teacher).sum()
-    given = {log_q.data_ptr(), teacher.p.data_ptr()}
-    return sum(x.is_floating_point() and x.shape == (R, W) and at not in given for at, x in kept.items())
-
-
-def test_a_loss_keeps_no_distribution_of_its_own_for_the_backward_pass():
-    """`recomputed` is right: losses without it make none, the others make theirs again."""
-    spec = LossSpec()
-    for name, loss in LOSSES.items():
-        plain = partial(loss.function, **{key: getattr(spec, key) for key in loss.parameters})
-        assert saved(row_loss(spec, name)) == 0, name
-        assert (saved(plain) > 0) == loss.recomputed, name
 
 
 def test_help_names_every_loss():

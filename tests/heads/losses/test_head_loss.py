@@ -10,7 +10,6 @@ from torch.nn import functional as F
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, StepOutput, count_rows
-from draftsmith.heads.losses import head_loss as head_loss_module
 from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.head_loss import LossOutput, draft_index, head_loss, loss_divisor, make_teacher
 from draftsmith.heads.losses.spec import LossSpec
@@ -69,7 +68,7 @@ def test_metrics_use_the_full_vocabulary_and_count_misses(target, batch):
         right = VOCAB[step.logits.argmax(-1)] == teacher.argmax(-1)
         assert scored.step_correct[k] == right.sum()
     perfect = [F.one_hot(batch.top1.flatten()[s.rows + 1 + s.offset], 160)[:, VOCAB].float() for s in output.steps]
-    perfect = HeadOutput(tuple(replace(s, source=x) for s, x in zip(output.steps, perfect, strict=True)))
+    perfect = HeadOutput(tuple(replace(s, inputs=x) for s, x in zip(output.steps, perfect, strict=True)))
     scored = head_loss(perfect, batch, target.head, VOCAB, LossSpec())
     inside = [(batch.top1.flatten()[s.rows + 1 + s.offset] % 2 == 0).sum() for s in output.steps]
     assert scored.step_correct.tolist() == [int(n) for n in inside]
@@ -108,8 +107,8 @@ def test_depth_weights_replace_the_decay(target, batch):
 @pytest.mark.parametrize("kind", LOSSES)
 def test_everything_runs_in_fp32_also_under_autocast(kind, target, batch):
     """bf16 logits are the draft's own rounding; nothing is lost after that."""
-    rough = HeadOutput(tuple(replace(s, source=s.logits.bfloat16()) for s in random_output(batch, len(VOCAB)).steps))
-    wide = HeadOutput(tuple(replace(s, source=s.logits.float()) for s in rough.steps))
+    rough = HeadOutput(tuple(replace(s, inputs=s.logits.bfloat16()) for s in random_output(batch, len(VOCAB)).steps))
+    wide = HeadOutput(tuple(replace(s, inputs=s.logits.float()) for s in rough.steps))
     spec = LossSpec(kind=kind)
     with torch.autocast("cpu", torch.bfloat16):
         inside = head_loss(rough, batch, target.head, VOCAB, spec)
@@ -149,12 +148,8 @@ def test_the_divisor_makes_batches_additive(normalize, target):
     torch.testing.assert_close(total, expected)
 
 
-def test_teacher_in_chunks_equals_teacher_at_once(target, batch, monkeypatch):
-    positions = torch.arange(4, 30)
-    whole = make_teacher(batch, positions, target.head, VOCAB)
-    monkeypatch.setattr(head_loss_module, "_TEACHER_CHUNK", 3 * len(VOCAB))
-    chunked = make_teacher(batch, positions, target.head, VOCAB)
-    torch.testing.assert_close(chunked.p, whole.p)
+def test_the_teacher_is_the_distribution_on_the_draft_vocabulary(target, batch):
+    whole = make_teacher(batch, torch.arange(4, 30), target.head, VOCAB)
     assert (whole.mass < 1).all()
     torch.testing.assert_close(whole.p.sum(-1), whole.mass)
     p = whole.p / whole.mass[:, None]

@@ -59,7 +59,7 @@ def test_features_and_the_most_likely_tokens_add_their_own_losses(vocab, target,
     """EAGLE-1's and HASS's, row by row; a row that the draft vocabulary drops counts in none."""
     output = with_features(random_output(batch), batch)
     columns = torch.arange(160) if vocab is None else vocab
-    output = HeadOutput(tuple(replace(s, source=s.logits[:, columns]) for s in output.steps))
+    output = HeadOutput(tuple(replace(s, inputs=s.logits[:, columns]) for s in output.steps))
     p_RV, last = target.head.logits(batch.last).softmax(-1).flatten(0, 1), batch.last.flatten(0, 1)
     features, likely = 0.0, 0.0
     for k, step in enumerate(output.steps):
@@ -120,21 +120,31 @@ def test_a_tuned_target_has_a_loss_of_its_own(kind, normalize, target, batch):
 
 
 @pytest.mark.parametrize("normalize", ["rows", "sequence"])
-def test_without_gradients_rows_go_piece_by_piece(normalize, target, batch, monkeypatch):
-    whole = with_features(random_output(batch, confident=True), batch)
-    spec = LossSpec(normalize=normalize, also={"tv": 0.5}, top_k_weight=0.5)
-    expected = head_loss(whole, batch, target.head, None, spec)
-    monkeypatch.setattr(head_loss_module, "_CHUNK_ROWS", 7)
-    assert len(whole.steps[0].rows) > 14
+def test_rows_go_piece_by_piece(normalize, target, batch, monkeypatch):
+    given = [with_features(random_output(batch, confident=True), batch) for _ in range(3)]
+    spec = LossSpec(normalize=normalize, also={"tv": 0.5}, top_k_weight=0.5, decay=0.5)
+    expected = head_loss(given[0], batch, target.head, None, spec)
+    assert sum(len(step.rows) for step in given[0].steps) > 70
+    monkeypatch.setitem(head_loss_module.PIECE, "cpu", 7 * target.head.vocab_size)
     sizes = []
-    steps = [
-        replace(s, source=lambda piece, s=s: sizes.append(len(s.rows[piece])) or s.logits[piece]) for s in whole.steps
-    ]
-    with torch.no_grad():
-        found = head_loss(HeadOutput(tuple(steps)), batch, target.head, None, spec)
+
+    def project(logits: Tensor) -> Tensor:
+        sizes.append(len(logits))
+        return logits * 1.0
+
+    output = HeadOutput(tuple(replace(step, project=project) for step in given[1].steps))
+    found = head_loss(output, batch, target.head, None, spec)
     assert max(sizes) == 7
+    with torch.no_grad():
+        measured = head_loss(given[2], batch, target.head, None, spec)
     for name in ("loss_sum", "step_loss", "step_acceptance", "step_correct", "step_rows", "rows"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name).detach(), msg=name)
+        for one in (found, measured):
+            torch.testing.assert_close(getattr(one, name), getattr(expected, name), check_dtype=True, msg=name)
+    expected.loss_sum.backward()
+    found.loss_sum.backward()
+    for one, other in zip(given[0].steps, given[1].steps, strict=True):
+        for name in ("inputs", "feature", "confidence"):
+            torch.testing.assert_close(getattr(one, name).grad, getattr(other, name).grad, msg=name)
 
 
 def test_confidence_learns_the_acceptance_rate_and_leaves_the_distribution_alone(target, batch):
@@ -152,19 +162,19 @@ def test_confidence_learns_the_acceptance_rate_and_leaves_the_distribution_alone
     assert float(found[0] - found[3]) == pytest.approx(expected, rel=1e-4)
     assert float(found[2] - found[3]) == pytest.approx(expected / 4, rel=1e-3)
     assert torch.equal(found[0], found[1])
-    (found[0] - found[3]).backward(retain_graph=True)
+    (found[0] - found[3]).backward()
     assert all(step.logits.grad is not None and step.logits.grad.abs().max() < 1e-6 for step in output.steps)
     # At weight 0 there is a gradient too, of nothing: processes that train together wait for all of them.
     for step in output.steps:
         step.confidence.grad = None
-    found[3].backward()
+    head_loss(output, batch, target.head, None, weights[3]).loss_sum.backward()
     assert all(step.confidence.grad is not None and not bool(step.confidence.grad.any()) for step in output.steps)
 
 
 def test_confidence_learns_from_rows_that_the_draft_vocabulary_drops(target, batch):
     """Their drafts fail, which is what a confidence is to know; their distributions learn nothing."""
     whole, vocab = random_output(batch, steps=1, confident=True), torch.arange(0, 160, 2)
-    output = HeadOutput(tuple(replace(s, source=s.logits.detach()[:, vocab].requires_grad_()) for s in whole.steps))
+    output = HeadOutput(tuple(replace(s, inputs=s.logits.detach()[:, vocab].requires_grad_()) for s in whole.steps))
     (step,) = output.steps
     dropped = batch.top1.flatten()[step.rows + 1] % 2 == 1
     assert dropped.any()
@@ -185,7 +195,9 @@ def test_the_divisor_of_weighed_steps_is_the_sum_of_their_weights(target, batch)
     assert float(loss_divisor(batch, spec, head)) == pytest.approx(rows[0] + rows[1] / 2 + rows[2] / 8)
     with torch.no_grad():
         constant = [torch.zeros_like(step.logits) for step in head(batch, 3).steps]
-    flat = HeadOutput(tuple(replace(s, source=x) for s, x in zip(head(batch, 3).steps, constant, strict=True)))
+    flat = HeadOutput(
+        tuple(StepOutput(s.offset, s.rows, x) for s, x in zip(head(batch, 3).steps, constant, strict=True))
+    )
     scored = head_loss(flat, batch, target.head, None, replace(spec, kind="hard_ce"))
     # The mean of a loss that is the same everywhere is that loss.
     assert float(scored.loss_sum / loss_divisor(batch, spec, head)) == pytest.approx(math.log(160), rel=1e-5)

@@ -36,7 +36,6 @@ from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.pretrained import check_target
 from draftsmith.target.target import Target, load_target
-from draftsmith.train.parallel import WrappedHead, run_pass
 from draftsmith.train.schedule import build_optimizers
 from tests.batches import documents_of, pack
 from tests.heads.blocks import requests
@@ -143,16 +142,6 @@ def test_the_ramp_is_a_sine() -> None:
     shares = [spec.warmup_weight(x) for x in (0.0, 0.25, 0.5, 1.0)]
     assert shares == pytest.approx([0.0, 0.5**0.5, 1.0, 1.0])
     assert LossSpec().warmup_weight(0.0) == 1.0
-
-
-def test_the_wrapped_pass_carries_the_tuned_distribution() -> None:
-    _, head, batch = example()
-    ours, theirs = head(batch, 3), run_pass(WrappedHead(head), batch, 3)
-    assert theirs.tuned is not None
-    assert ours.tuned is not None
-    assert torch.equal(ours.tuned.logits, theirs.tuned.logits)
-    assert [s.offset for s in theirs.steps] == [0, 1, 2]
-    assert theirs.tuned.offset == -1
 
 
 def test_dropout_is_drawn_from_the_batch() -> None:

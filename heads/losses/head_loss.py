@@ -181,16 +181,6 @@ def head_loss(
             step_RS = F.one_hot(piece.step, len(steps)).double()
         return (loss_R * depth_S[piece.step]).sum(), figures @ step_RS
 
-    def tuned_terms(piece: _Piece, log_q_RV: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
-        kl_R = kl(log_q_RV, piece.teacher)
-        loss_R = kl_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, piece.teacher)
-        loss_R = loss_R if weights is None else loss_R * weights[piece.rows]
-        loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
-        same_R = log_q_RV.argmax(-1) == piece.best
-        return loss, torch.stack(
-            [loss.detach(), kl_R.detach().sum(), same_R.sum(), loss.new_tensor(len(same_R))]
-        ).double()
-
     with torch.autocast(device.type, enabled=False):
         loss, figures, tuned = torch.zeros((), device=device), torch.zeros(3, len(steps), device=device).double(), None
         for of_project in by_projection(steps):
@@ -198,7 +188,8 @@ def head_loss(
             loss, figures = loss + more_loss, figures + more
         if output.tuned is not None:
             assert draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
-            tuned_loss, tuned = _sums([(0, output.tuned)], batch, target_head, None, tuned_terms, piece)
+            terms_of_target = partial(_tuned_terms, spec, weights)
+            tuned_loss, tuned = _sums([(0, output.tuned)], batch, target_head, None, terms_of_target, piece)
             loss = loss + tuned_loss
     return LossOutput(
         loss_sum=loss,
@@ -220,6 +211,19 @@ class _Piece:
     step: Tensor
     teacher: Teacher
     best: Tensor
+
+
+def _tuned_terms(
+    spec: LossSpec, weights: Tensor | None, piece: _Piece, log_q_RV: Tensor, rows: _Rows
+) -> tuple[Tensor, Tensor]:
+    """Return a tuned target's weighted loss, and `LossOutput.tuned`."""
+    kl_R = kl(log_q_RV, piece.teacher)
+    loss_R = kl_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, piece.teacher)
+    loss_R = loss_R if weights is None else loss_R * weights[piece.rows]
+    loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
+    same_R = log_q_RV.argmax(-1) == piece.best
+    figures = [loss.detach(), kl_R.detach().sum(), same_R.sum(), torch.tensor(len(same_R), device=same_R.device)]
+    return loss, torch.stack([figure.double() for figure in figures])
 
 
 _Terms = Callable[[_Piece, Tensor, _Rows], tuple[Tensor, Tensor]]

@@ -41,14 +41,14 @@ def test_the_hub_is_online_when_it_answers(status: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(constants, "ENDPOINT", url)
         assert why_offline() is None
         check = next(check_hub())
-    assert (check.state, check.found.split(";")[0]) == ("ok", "online")
+    assert (check.state, check.detail.split(";")[0]) == ("ok", "online")
     assert not constants.HF_HUB_OFFLINE
 
 
 def test_doctor_says_that_the_hub_does_not_answer(nowhere: None) -> None:
     check = next(check_hub())
     assert check.state == "note"
-    assert check.found.startswith("does not answer (")
+    assert check.detail.startswith("does not answer (")
     assert "mend the network" in check.fix
 
 

@@ -20,7 +20,7 @@ from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrackingSpec, TrainSpec
 from draftsmith.target.target import Target
-from draftsmith.train import loop
+from draftsmith.train import loop, parallel
 from draftsmith.train.checkpoints import Progress, latest_checkpoint, load_training_state, save_training_state
 from draftsmith.train.dashboards import read_kept
 from draftsmith.train.loop import train
@@ -163,7 +163,8 @@ def test_interrupt_saves_a_checkpoint_and_resume_goes_on(
     """Ctrl-C in the forward pass, between optimizers, while evaluating and while saving: always a whole step."""
     data = make_data(target)
     train(make_recipe(), target, make_head(target), data, tmp_path / "whole")
-    real, calls = getattr(loop, where), [0]
+    module = parallel if where == "head_loss" else loop
+    real, calls = getattr(module, where), [0]
 
     def interrupted(*args: object, **kwargs: object) -> object:
         calls[0] += 1
@@ -171,10 +172,10 @@ def test_interrupt_saves_a_checkpoint_and_resume_goes_on(
             signal.raise_signal(signal.SIGINT)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(loop, where, interrupted)
+    monkeypatch.setattr(module, where, interrupted)
     with pytest.raises(UserError, match="run the same command again"):
         train(make_recipe(), target, make_head(target), data, tmp_path / "cut")
-    monkeypatch.setattr(loop, where, real)
+    monkeypatch.setattr(module, where, real)
     found = latest_checkpoint(tmp_path / "cut")
     assert found is not None
     assert found.name == f"step_{step}"

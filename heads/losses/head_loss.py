@@ -168,6 +168,7 @@ def head_loss(
     device, steps = batch.ids.device, output.steps
     piece = piece or PIECE.get(batch.last.device.type, PIECE["cuda"])
     depth_S = torch.tensor([warmup_weight * spec.step_weight(step.offset) for step in steps], device=device)
+    number_S = torch.arange(len(steps), device=device)
     weights = _row_weights(batch, spec, steps[0].rows)
     loss_of = _row_terms(spec, batch, output.tuned is not None)
 
@@ -177,12 +178,14 @@ def head_loss(
         loss_R = loss_R if weights is None else loss_R * weights[piece.rows]
         with torch.no_grad():
             correct_R = log_q_RW.argmax(-1) == piece.best  # in fp32: several times faster than in bf16
-            figures = torch.stack([loss_R, correct_R, acceptance(log_q_RW, piece.teacher)]).double()
-            step_RS = F.one_hot(piece.step, len(steps)).double()
-        return (loss_R * depth_S[piece.step]).sum(), figures @ step_RS
+            figures = torch.stack(
+                [loss_R, correct_R, acceptance(log_q_RW, piece.teacher), torch.ones_like(loss_R)]
+            ).double()
+            step_RS = piece.step[:, None] == number_S  # where one_hot would wait for the device
+        return (loss_R * depth_S[piece.step]).sum(), figures @ step_RS.double()
 
     with torch.autocast(device.type, enabled=False):
-        loss, figures, tuned = torch.zeros((), device=device), torch.zeros(3, len(steps), device=device).double(), None
+        loss, figures, tuned = torch.zeros((), device=device), torch.zeros(4, len(steps), device=device).double(), None
         for of_project in by_projection(steps):
             more_loss, more = _sums(of_project, batch, target_head, draft_vocab, terms, piece)
             loss, figures = loss + more_loss, figures + more
@@ -193,9 +196,9 @@ def head_loss(
             loss = loss + tuned_loss
     return LossOutput(
         loss_sum=loss,
-        rows=torch.tensor(len(steps[0].rows), device=device),
+        rows=figures[3, 0].long(),
         step_loss=figures[0].float(),
-        step_rows=torch.tensor([len(s.rows) for s in steps], device=device),
+        step_rows=figures[3].long(),
         step_correct=figures[1].long(),
         step_acceptance=figures[2].float(),
         tuned=None if tuned is None else tuned.float(),
@@ -244,26 +247,21 @@ def _sums(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over the rows of steps with one projection, see `sum_pieces`. size: logits of a piece."""
     first = steps[0][1]
-    positions = torch.cat([step.rows + 1 + step.offset for _, step in steps])
-    position_R, order_R = positions.sort(stable=True)
+    position_R, order_R = torch.cat([step.rows + 1 + step.offset for _, step in steps]).sort(stable=True)
     unique_U, inverse_R = torch.unique_consecutive(position_R, return_inverse=True)
     rows_R = torch.cat([step.rows for _, step in steps])[order_R]
     step_R = torch.cat([torch.full_like(step.rows, number) for number, step in steps])[order_R]
     columns = [step.sources + tuple(x for x in (step.feature, step.confidence) if x is not None) for _, step in steps]
     tensors = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*columns, strict=True)]
     width = target_head.vocab_size if draft_vocab is None else len(draft_vocab)
-    pieces = order_R.split(max(1, size // width))
-    ends = torch.tensor([0, *(len(piece) for piece in pieces)]).cumsum(0)
+    count = max(1, size // width)
     # One question to the device for all pieces.
-    bounds = (
-        inverse_R[torch.stack([ends[:-1], ends[1:] - 1]).clamp_min(0).to(position_R.device)].T.tolist()
-        if len(order_R)
-        else [(0, -1)]
-    )
+    last_P = torch.cat([inverse_R[count - 1 :: count], inverse_R[-1:]])[: -(-len(order_R) // count)]
+    bounds = torch.stack([inverse_R[::count], last_P], 1).tolist() or [(0, -1)]
     top1 = batch.top1.flatten()
 
     def of_piece(number: int, *values: Tensor) -> tuple[Tensor, Tensor]:
-        at, (begin, end) = slice(int(ends[number]), int(ends[number + 1])), bounds[number]
+        at, (begin, end) = slice(number * count, (number + 1) * count), bounds[number]
         teacher = make_teacher(batch, unique_U[begin : end + 1], target_head, draft_vocab)
         sources, others = values[: len(first.sources)], list(values[len(first.sources) :])
         rows = _Rows(
@@ -276,7 +274,7 @@ def _sums(
         piece = _Piece(rows_R[at], step_R[at], teacher.select(inverse_R[at] - begin), best)
         return terms(piece, log_q_RW, rows)
 
-    return sum_pieces(of_piece, tensors, pieces)
+    return sum_pieces(of_piece, tensors, order_R.split(count))
 
 
 def _document_rows(batch: TrainBatch, rows_BL: Tensor) -> tuple[Tensor, Tensor]:

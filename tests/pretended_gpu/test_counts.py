@@ -27,7 +27,8 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.registry import methods
-from draftsmith.train import loop
+from draftsmith.train import loop, parallel
+from draftsmith.train.parallel import WrappedHead
 from draftsmith.train.schedule import TrainData
 from tests.gpu.support import LAYERS, OPTIONS, make_head, make_recipe, make_target, make_texts
 from tests.pretended_gpu.counts import Counts
@@ -108,8 +109,8 @@ def test_a_training_step(method: str, store: Any, tmp_path: Path, monkeypatch: p
             return done
 
         monkeypatch.setattr(loop._Run, "_step", step)
-        monkeypatch.setattr(loop, "run_pass", during(counts, "forward", loop.run_pass))
-        monkeypatch.setattr(loop, "head_loss", during(counts, "loss", loop.head_loss))
+        monkeypatch.setattr(WrappedHead, "forward", during(counts, "forward", WrappedHead.forward))
+        monkeypatch.setattr(parallel, "head_loss", during(counts, "loss", parallel.head_loss))
         monkeypatch.setattr(Accelerator, "backward", during(counts, "backward", Accelerator.backward))
         target = make_target(dtype=torch.bfloat16)
         if method == "eagle3":  # with the published number of steps, and a draft vocabulary

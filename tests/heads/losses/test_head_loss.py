@@ -1,5 +1,6 @@
 """Losses against their definitions on the whole vocabulary, and how rows are dropped, weighted and divided."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,9 +15,11 @@ from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.head_loss import LossOutput, draft_index, head_loss, loss_divisor, make_teacher
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa.head import MedusaOptions, build
+from draftsmith.heads.registry import methods
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
 from tests.heads.losses.oracles import ORACLES, Row, random_output
+from tests.models import SMALL_HEADS
 
 VOCAB = torch.arange(0, 160, 2)
 
@@ -179,3 +182,34 @@ def test_every_id_is_found_in_the_draft_vocabulary(vocab):
     expected = [vocab.index(token) if token in vocab else -1 for token in range(12)]
     assert draft_index(torch.arange(12, dtype=torch.int32), torch.tensor(vocab)).tolist() == expected
     assert draft_index(torch.arange(12), None).tolist() == list(range(12))
+
+
+class Saved:
+    """What autograd keeps in place of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+@pytest.mark.parametrize("method", methods())
+@pytest.mark.parametrize("kind", ["kl", "jsd"])
+def test_no_distribution_is_kept_for_the_backward_pass(kind: str, method: str, target: Target) -> None:
+    options, W = methods()[method].options_class(**SMALL_HEADS.get(method, {})), 90
+    vocab = torch.arange(W) if hasattr(options, "draft_vocab_size") else None
+    with torch.random.fork_rng(devices=[]):
+        head = methods()[method].build(options, target, vocab).train()
+    batch = pack(target, documents_of(target), head.reads.layer_ids)
+    kept: list[weakref.ref[Saved]] = []
+
+    def keep(tensor: Tensor) -> Saved:
+        saved = Saved(tensor)
+        kept.append(weakref.ref(saved))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved.tensor):
+        scored = head_loss(head(batch, head.trains.steps), batch, target.head, vocab, LossSpec(kind=kind))
+    there = [saved.tensor for each in kept if (saved := each()) is not None]
+    assert len(there) > 3
+    assert not [tensor.shape for tensor in there if tensor.ndim > 1 and tensor.shape[-1] in (W, target.vocab_size)]
+    scored.loss_sum.backward()
+    assert any(p.grad is not None and bool(p.grad.any()) for p in head.parameters())

@@ -96,11 +96,14 @@ def open_model(
     if not trust_remote_code:  # whose sizes may be called anything
         check_weights(config, spans, directory / "config.json")
     quantized, attention = check_quantization(path, config), attention_of(config, attn_implementation)
-    with foreign_code(f"Cannot load the target {path}", how_to_read(quantized)):
+    smaller = {"out of memory": ", or take a device with more free memory"}
+    with foreign_code(f"Cannot load the target {path}", how_to_read(quantized), smaller):
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attention,
+            # Each tensor goes straight there: whole models of several processes would not fit into a machine's memory.
+            device_map=None if where.type == "cpu" else {"": where},
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # told by `check_taken`, by name
@@ -110,7 +113,7 @@ def open_model(
     check_layer_types(path, model.config, type(model))  # of code that came with it, too
     if where.type == "cpu" and attention == "sdpa":
         model.set_attn_implementation(GROUPED)
-    return OpenedModel(model.to(where), directory, beside)
+    return OpenedModel(model, directory, beside)
 
 
 def _check_path(path: str) -> None:

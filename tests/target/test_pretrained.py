@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.target import pretrained
 from draftsmith.target.target import load_target
 from tests.models import save_tiny_target
+from tests.pretended_gpu.cuda import pretended_gpu
 
 Tensors = dict[str, Tensor]
 FINE_GRAINED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
@@ -304,3 +306,35 @@ def test_fine_grained_float8_is_read_with_its_scales(tmp_path: Path) -> None:
     found = load_target(quantized, dtype="float32").model(ids).logits
     truth = load_target(spoiled(tmp_path / "b", each(dequantized))).model(ids).logits
     torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_weights_go_straight_to_a_gpu(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before: dict[str, Any] = {}
+    path, where = save_tiny_target(tmp_path, "llama"), torch.device("cuda", index)
+    load = pretrained.AutoModelForCausalLM.from_pretrained
+
+    def seen(*args: Any, **options: Any) -> Any:
+        before.update(options)
+        loaded = load(*args, **options)
+        before["tensors"] = [*loaded[0].parameters(), *loaded[0].buffers()]
+        return loaded
+
+    monkeypatch.setattr(pretrained.AutoModelForCausalLM, "from_pretrained", seen)
+    with pretended_gpu(2) as gpu:
+        model = load_target(path, device=where).model
+        assert before["device_map"] == {"": where}
+        assert {x.device for x in before["tensors"]} == {where}
+        assert {id(x) for x in model.parameters()} <= {id(x) for x in before["tensors"]}
+        assert {copy.way for copy in gpu.counts.copies} == {"host to device, pageable"}
+    assert load_target(path).device.type == "cpu"
+    assert before["device_map"] is None
+
+
+def test_a_target_larger_than_its_gpu_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: Any, **_options: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(pretrained.AutoModelForCausalLM, "from_pretrained", full)
+    with pretended_gpu(), pytest.raises(UserError, match=r"out of memory.*or take a device with more free memory"):
+        load_target(save_tiny_target(tmp_path, "llama"), device="cuda")

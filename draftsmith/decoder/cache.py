@@ -250,9 +250,16 @@ class KVCache(Cache):
             self._lengths_B = self._lengths_B.index_copy(0, rows_b, torch.minimum(self._lengths_B[rows_b], lengths))
 
     def select(self, rows: Tensor) -> None:
-        """Keep only the batch rows `rows` (finished rows leave)."""
+        """Keep only the batch rows `rows`, which ascend (finished rows leave). They move up within the buffers: a copy beside
+        these might not fit."""
         self._lengths_B = self._lengths_B[rows]
-        self.buffers = {kind: buffer[:, rows] for kind, buffer in self.buffers.items()}
+        kept = rows.tolist()
+        assert kept == sorted(kept)
+        for kind, buffer in self.buffers.items():
+            for place, row in enumerate(kept):
+                if place < row:
+                    buffer[:, place].copy_(buffer[:, row])
+            self.buffers[kind] = buffer[:, : len(kept)]
         self._views.clear()
 
 

@@ -254,7 +254,7 @@ class Drafter(Protocol):
         """Read the new tokens, then return a draft whose root is `state.root_B`."""
 
     def select(self, rows: Tensor) -> None:
-        """Keep only the batch rows [b] of these numbers, in their order."""
+        """Keep only the batch rows [b] of these numbers, which ascend."""
 
 
 class StatelessDrafter:

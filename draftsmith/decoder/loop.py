@@ -27,7 +27,7 @@ from draftsmith.target.target import Target, TargetOutput
 _ADMISSION_FRACTION = 1 / 8
 """Waiting prompts are admitted once this part of the rows is free: every prefill holds up all other rows."""
 _SHRINK_FRACTION = 3 / 4
-"""The batch shrinks, which copies the cache, once no more than this part of its rows is active."""
+"""The batch shrinks, which moves rows of the cache, once no more than this part of its rows is active."""
 _TOKENS_PER_PASS = 1 << 15
 """Most prompt tokens, padding included, that one prefill reads."""
 

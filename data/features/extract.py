@@ -14,16 +14,13 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import Features, Tokenized, plan_chunks, plan_passes
+from draftsmith.data.features.index import INDEX_NAME, StoreSpec, parse_dtype, read_index
 from draftsmith.data.features.store import (
-    INDEX_NAME,
     SHARD_BYTES,
     FeatureStore,
     FeatureWriter,
-    StoreSpec,
     check_disk_space,
     estimate_bytes,
-    parse_dtype,
-    read_index,
     readable_bytes,
 )
 from draftsmith.errors import UserError

@@ -1,19 +1,18 @@
 """The feature store: what the frozen target computed, in checksummed safetensors shards, written and read by mmap.
 
-Shapes: T tokens of a shard, S samples of a shard, L tokens of a sample, A aux layers, Ht target hidden size.
-A shard holds ids [T] int32, mask [T] bool, aux.{k} [T, Ht] for every stored layer id k, last [T, Ht], top1 [T] int32,
-logsumexp [T] float32 and offsets [S+1] int64. One tensor per layer, so that one superset store serves every head.
+Shapes: T tokens of a shard, S samples of a store, L tokens of a sample, A aux layers, Ht target hidden size.
+A shard holds ids [T] int32, mask [T] bool, aux.{k} [T, Ht] for every stored layer id k, last [T, Ht], top1 [T] int32 and
+logsumexp [T] float32. One tensor per layer, so that one superset store serves every head.
 Shards appear whole or not at all, and a run that writes them can be killed at any moment. `index.json` names the target
-(fingerprint), layers, dtype and samples, and per shard its file, size, SHA-256 and samples in order.
+(fingerprint), layers, dtype and samples, and per shard its file, size and samples in order. A sample has an XXH3-128
+checksum of its part of all tensors but aux, and one of its part of each aux: what is checked is what is read.
 """
 
-import json
-import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,83 +20,38 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from xxhash import xxh3_128
 
 from draftsmith.data.batch import Features
+from draftsmith.data.features.index import (
+    AGAIN,
+    DTYPES,
+    INDEX_NAME,
+    ShardInfo,
+    StoreIndex,
+    StoreSpec,
+    read_index,
+    write_index,
+)
 from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.records import read_dataclass
-from draftsmith.foreign.text import read_object
-from draftsmith.foreign.weights import check_file_names, read_header
-from draftsmith.storage import atomic_path, explain_os_error, sha256_file, sweep, write_text
+from draftsmith.foreign.text import open_file
+from draftsmith.storage import atomic_path, explain_os_error, sweep
 
-SCHEMA_VERSION = 1
-_AGAIN = "restore it, or delete the folder and extract again"
-INDEX_NAME = "index.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Per token besides the hidden states: ids int32, mask bool, top1 int32, logsumexp float32.
 TOKEN_BYTES = 4 + 1 + 4 + 4
+# What every head reads, in the order in which it is hashed: the tensors besides aux, their dtypes None for the store's.
+_COMMON = {"ids": torch.int32, "mask": torch.bool, "last": None, "top1": torch.int32, "logsumexp": torch.float32}
+_DTYPE_NAMES = {
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+}
 SHARD_BYTES = 512 * 2**20
 SHARD_PATTERN = re.compile(r"shard-\d{5,}\.safetensors")
 OPEN_SHARDS = 64
-
-
-@dataclass(frozen=True)
-class StoreSpec:
-    """The settings in which two extractions must agree to give the same store.
-
-    fingerprint and compute_dtype name the target and how it ran; layer_ids, dtype, hidden_size (Ht) and vocab_size (V)
-    the tensors; samples is a digest of the whole sample list in order; shard_bytes decides where shards end.
-    """
-
-    fingerprint: str
-    compute_dtype: str
-    layer_ids: tuple[int, ...]
-    dtype: str
-    hidden_size: int
-    vocab_size: int
-    samples: str
-    shard_bytes: int
-
-    def __post_init__(self) -> None:
-        parse_dtype(self.dtype)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The dtype of aux and last on disk."""
-        return DTYPES[self.dtype]
-
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """One shard: its file, size, checksum and its samples in order."""
-
-    file: str
-    bytes: int
-    sha256: str
-    ids: tuple[str, ...]
-    slices: tuple[str, ...]
-    lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class StoreIndex:
-    """The content of index.json; complete is False while extraction has not finished."""
-
-    spec: StoreSpec
-    complete: bool = False
-    shards: tuple[ShardInfo, ...] = ()
-
-    @property
-    def num_samples(self) -> int:
-        """How many samples the complete shards hold."""
-        return sum(len(shard.ids) for shard in self.shards)
-
-
-def parse_dtype(name: str) -> torch.dtype:
-    """Return the dtype of that name. Raises UserError for one that features cannot have."""
-    if name not in DTYPES:
-        raise UserError(f"features cannot be of dtype {name!r}: choose one of {', '.join(DTYPES)}.")
-    return DTYPES[name]
 
 
 def estimate_bytes(tokens: int, hidden: int, layers: int, dtype: str) -> int:
@@ -126,65 +80,6 @@ def readable_bytes(size: int) -> str:
     return f"{value:.4g} TB"
 
 
-def write_index(folder: Path, index: StoreIndex) -> None:
-    """Write index.json atomically, one line per shard."""
-    head = {"schema_version": SCHEMA_VERSION, "complete": index.complete, **asdict(index.spec)}
-    head |= {"num_samples": index.num_samples, "num_tokens": sum(sum(shard.lengths) for shard in index.shards)}
-    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-    shards = ",\n".join(f"    {json.dumps(asdict(shard), ensure_ascii=False)}" for shard in index.shards)
-    lines.append(f'  "shards": [\n{shards}\n  ]' if shards else '  "shards": []')
-    write_text(folder / INDEX_NAME, "{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def read_index(folder: Path) -> StoreIndex:
-    """Read and check index.json and the presence and size of every shard. Raises UserError in one sentence."""
-    path = folder / INDEX_NAME
-    if not os.path.lexists(path):
-        raise UserError(f"{folder} is no feature store (it has no {INDEX_NAME}): make one with `draftsmith extract`.")
-    value = read_object(path, _AGAIN)
-    if value.get("schema_version") != SCHEMA_VERSION:
-        version = value.get("schema_version")
-        raise UserError(
-            f"{path} has schema_version {version}, this version of draftsmith reads {SCHEMA_VERSION}: extract again."
-        )
-    index = _parse(value, path)
-    check_file_names(path, (shard.file for shard in index.shards), _AGAIN)
-    for shard in index.shards:
-        file = folder / shard.file
-        if (size := file.stat().st_size) != shard.bytes:
-            raise UserError(
-                f"The feature shard {file} has {size} bytes instead of {shard.bytes} (it was cut short or changed): "
-                "restore it, or delete the folder and extract again."
-            )
-    return index
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What index.json holds besides its version and the counts for readers."""
-
-    complete: bool
-    shards: tuple[ShardInfo, ...]
-
-
-def _parse(value: dict[str, Any], path: Path) -> StoreIndex:
-    """Return the index in a JSON object. Raises UserError, naming the key."""
-    if not isinstance(value.get("dtype"), str) or value["dtype"] not in DTYPES:
-        raise UserError(f"{path}: dtype is {str(value.get('dtype'))[:40]!r}, which no store has: {_AGAIN}.")
-    names = [item.name for item in fields(StoreSpec)]
-    spec = read_dataclass(StoreSpec, {name: value[name] for name in names if name in value}, str(path))
-    content = read_dataclass(
-        _Content, {name: value[name] for name in ("complete", "shards") if name in value}, str(path)
-    )
-    for shard in content.shards:
-        counts = (len(shard.ids), len(shard.slices), len(shard.lengths))
-        if len(set(counts)) > 1 or min(shard.lengths, default=0) < 1:
-            raise UserError(f"{path}: the samples of {shard.file} do not add up: {_AGAIN}.")
-    if min(spec.hidden_size, spec.vocab_size, spec.shard_bytes) < 1:
-        raise UserError(f"{path} names sizes that no store has: {_AGAIN}.")
-    return StoreIndex(spec, content.complete, content.shards)
-
-
 class FeatureSource(Protocol):
     """Where training gets features from: a store or the online target. Training cannot tell which."""
 
@@ -204,7 +99,7 @@ class FeatureSource(Protocol):
 
 
 class FeatureStore:
-    """Reads a complete store by mmap; a shard's checksum is verified the first time it is opened.
+    """Reads a complete store by mmap; the checksums of a sample are verified the first time it is read.
 
     path: the folder. fingerprint, if given, must be the target's that made the store. verify=False skips checksums
     (sizes are always checked).
@@ -230,9 +125,16 @@ class FeatureStore:
         self.slices = [name for shard in index.shards for name in shard.slices]
         self.lengths = [length for shard in index.shards for length in shard.lengths]
         self._shards = index.shards
-        self._place = [(number, row) for number, shard in enumerate(index.shards) for row in range(len(shard.ids))]
-        # Shared with the workers of a DataLoader, which are started anew in every epoch.
-        self._verified = torch.full((len(index.shards),), not verify).share_memory_()
+        self._checksums = [sums for shard in index.shards for sums in shard.checksums]
+        # Of each sample: the number of its shard, and its first token there.
+        self._place = [
+            (number, end - length)
+            for number, shard in enumerate(index.shards)
+            for end, length in zip(accumulate(shard.lengths), shard.lengths, strict=True)
+        ]
+        # Of each sample: the common tensors, then the layers. Shared with the workers of a DataLoader, which are started
+        # anew in every epoch.
+        self._verified = torch.full((len(self), 1 + len(self.layer_ids)), not verify).share_memory_()
         self._open: dict[int, Any] = {}
 
     def __len__(self) -> int:
@@ -246,14 +148,16 @@ class FeatureStore:
                 f"The feature store {self.path} holds layers {list(self.layer_ids)} but not {missing[0]}: "
                 "extract again with all the layers that the heads need in features.layer_ids."
             )
-        number, row = self._place[index]
-        shard = self._shard(number)
-        start, end = (int(offset) for offset in shard.get_slice("offsets")[row : row + 2])
-        part = {name: shard.get_slice(name)[start:end] for name in ("ids", "mask", "last", "top1", "logsumexp")}
-        streams = [shard.get_slice(f"aux.{k}")[start:end] for k in chosen]
+        number, start = self._place[index]
+        shard, end = self._shard(number), start + self.lengths[index]
+        part = {name: shard.get_slice(name)[start:end] for name in _COMMON}
+        streams = {k: shard.get_slice(f"aux.{k}")[start:end] for k in chosen}
+        self._verify(index, 0, part.values())
+        for k, stream in streams.items():
+            self._verify(index, 1 + self.layer_ids.index(k), (stream,))
         return Features(
             **{**part, "ids": part["ids"].long()},
-            aux=torch.cat(streams, dim=-1) if streams else part["last"][:, :0],
+            aux=torch.cat([streams[k] for k in chosen], dim=-1) if streams else part["last"][:, :0],
             sample_id=self.ids[index],
             slice=self.slices[index],
         )
@@ -262,25 +166,28 @@ class FeatureStore:
         """Return several samples, in the order of `indices`."""
         return [self.get(index, layer_ids) for index in indices]
 
+    def _verify(self, index: int, column: int, parts: Iterable[Tensor]) -> None:
+        """Raise UserError where what was read of a sample is not what was written."""
+        if self._verified[index, column]:
+            return
+        if checksum(parts) != self._checksums[index][column]:
+            file = self.path / self._shards[self._place[index][0]].file
+            raise UserError(f"The feature shard {file} is corrupt (its checksum differs from {INDEX_NAME}): {AGAIN}.")
+        self._verified[index, column] = True
+
     def _shard(self, number: int) -> Any:
         """Return an open shard; the one opened first is closed when there are many."""
         if number not in self._open:
             file, info = self.path / self._shards[number].file, self._shards[number]
-            if not self._verified[number]:
-                if sha256_file(file) != info.sha256:
-                    raise UserError(
-                        f"The feature shard {file} is corrupt (its checksum differs from {INDEX_NAME}): "
-                        "restore it, or delete the folder and extract again."
-                    )
-                self._verified[number] = True
             if len(self._open) >= OPEN_SHARDS:
                 del self._open[next(iter(self._open))]
-            read_header(file, _AGAIN)
-            with foreign_code(f"The feature shard {file} cannot be read", _AGAIN):
+            open_file(file, AGAIN).close()
+            with foreign_code(f"The feature shard {file} is cut short or damaged", AGAIN):
                 opened = safe_open(file, framework="pt")
-                lengths = tuple(opened.get_tensor("offsets").diff().tolist())
-            if lengths != info.lengths:
-                raise UserError(f"{self.path / INDEX_NAME} names other lengths of samples than {file} has: {_AGAIN}.")
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+                held = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+            if held != _layout(self.spec, sum(info.lengths)):
+                raise UserError(f"The feature shard {file} holds other tensors than {INDEX_NAME} says: {AGAIN}.")
             self._open[number] = opened
         return self._open[number]
 
@@ -333,15 +240,17 @@ class FeatureWriter:
     def _write_shard(self) -> None:
         samples, self._pending, self._pending_bytes = self._pending, [], 0
         file = self.path / f"shard-{len(self.index.shards):05d}.safetensors"
+        tensors = _shard_tensors(samples, self.spec)
         with atomic_path(file) as temporary:
-            save_file(_shard_tensors(samples, self.spec), temporary)
+            save_file(tensors, temporary)
+        lengths = tuple(sample.ids.shape[0] for sample in samples)
         shard = ShardInfo(
             file=file.name,
             bytes=file.stat().st_size,
-            sha256=sha256_file(file),
             ids=tuple(sample.sample_id for sample in samples),
             slices=tuple(sample.slice for sample in samples),
-            lengths=tuple(sample.ids.shape[0] for sample in samples),
+            lengths=lengths,
+            checksums=_checksums(tensors, lengths),
         )
         self.index = StoreIndex(self.spec, False, (*self.index.shards, shard))
         write_index(self.path, self.index)
@@ -357,19 +266,38 @@ class FeatureWriter:
 
 def _shard_tensors(samples: list[Features], spec: StoreSpec) -> dict[str, Tensor]:
     """Return the tensors of one shard by name."""
-    dtype, width = spec.torch_dtype, spec.hidden_size
     columns: dict[str, list[Tensor]] = defaultdict(list)
     for sample in samples:
-        columns["ids"].append(sample.ids.to(torch.int32))
-        columns["mask"].append(sample.mask.bool())
-        columns["last"].append(sample.last.to(dtype))
-        columns["top1"].append(sample.top1.to(torch.int32))
-        columns["logsumexp"].append(sample.logsumexp.float())
-        for place, k in enumerate(spec.layer_ids):
-            columns[f"aux.{k}"].append(sample.aux[:, place * width : (place + 1) * width].to(dtype))
-    tensors = {name: torch.cat(parts).cpu().contiguous() for name, parts in columns.items()}
-    lengths = torch.tensor([0] + [sample.ids.shape[0] for sample in samples])
-    return {**tensors, "offsets": lengths.cumsum(0)}
+        for name, dtype in _COMMON.items():
+            columns[name].append(getattr(sample, name).to(dtype or spec.torch_dtype))
+        for k, stream in zip(spec.layer_ids, sample.aux.split(spec.hidden_size, dim=-1), strict=False):
+            columns[f"aux.{k}"].append(stream.to(spec.torch_dtype))
+    return {name: torch.cat(parts).cpu().contiguous() for name, parts in columns.items()}
+
+
+def _layout(spec: StoreSpec, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the dtype and shape of each tensor of a shard with `tokens` tokens, as safetensors tells them."""
+    states: tuple[str, tuple[int, ...]] = (_DTYPE_NAMES[spec.torch_dtype], (tokens, spec.hidden_size))
+    common = {name: (_DTYPE_NAMES[dtype], (tokens,)) if dtype else states for name, dtype in _COMMON.items()}
+    return common | {f"aux.{k}": states for k in spec.layer_ids}
+
+
+def checksum(parts: Iterable[Tensor]) -> str:
+    """Return the XXH3-128 of tensors one after the other, as hex."""
+    digest = xxh3_128()
+    for part in parts:
+        digest.update(part.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _checksums(tensors: dict[str, Tensor], lengths: Sequence[int]) -> tuple[tuple[str, ...], ...]:
+    """Return per sample of a shard the checksum of what every head reads, then that of each layer in order."""
+    parts = {name: tensor.split(list(lengths)) for name, tensor in tensors.items()}
+    layers = [rows for name, rows in parts.items() if name not in _COMMON]
+    return tuple(
+        (checksum(parts[name][row] for name in _COMMON), *(checksum((rows[row],)) for rows in layers))
+        for row in range(len(lengths))
+    )
 
 
 def _check_same(path: Path, stored: StoreSpec, wanted: StoreSpec) -> None:

@@ -18,7 +18,7 @@ from draftsmith.data.conversations.load import Conversation, load_conversations,
 from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
 from draftsmith.data.embedded import SHIPPED, ensure_embedded
-from draftsmith.data.features.store import DTYPES
+from draftsmith.data.features.index import DTYPES
 from draftsmith.errors import UserError, one_line
 from draftsmith.estimate.counting import HeadCost
 from draftsmith.estimate.figures import Assumptions, Device, Estimate, PlannedTarget

@@ -13,7 +13,8 @@ import torch
 
 from draftsmith.data.answers.generate import BATCHES_PER_CHUNK
 from draftsmith.data.batch import CHUNK_BATCHES
-from draftsmith.data.features.store import DTYPES, estimate_bytes
+from draftsmith.data.features.index import DTYPES
+from draftsmith.data.features.store import estimate_bytes
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost, TextCost
 from draftsmith.machine import Clocks, available_memory

@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 
 from draftsmith.data.batch import Features, Tokenized, collate
 from draftsmith.data.features.extract import compute_features
-from draftsmith.data.features.store import DTYPES
+from draftsmith.data.features.index import DTYPES
 from draftsmith.decoder.cache import KVCache, run_draft
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.loop import Stopwatch

@@ -14,7 +14,8 @@ from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_all, tokenize_conversation
 from draftsmith.data.conversations.templates import left_out, prepare_prompts, render_text, template_name
 from draftsmith.data.features.extract import OnlineSource, extract
-from draftsmith.data.features.store import FeatureSource, FeatureStore, read_index
+from draftsmith.data.features.index import read_index
+from draftsmith.data.features.store import FeatureSource, FeatureStore
 from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import layer_ids_of

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from draftsmith.data.batch import Features
-from draftsmith.data.features.store import FeatureStore, FeatureWriter, StoreSpec
+from draftsmith.data.features.index import StoreSpec
+from draftsmith.data.features.store import FeatureStore, FeatureWriter
 from tests.bad_inputs.cases import Case, Table, copied, cut, damaged, edit_json, remove
 
 INDEX, SHARD = "index.json", "shard-00000.safetensors"
@@ -71,7 +72,7 @@ _SHARDS = (
         for key, values in {
             "file": ["../shard-00000.safetensors", "/etc/passwd", 3, ""],
             "bytes": ["many"],
-            "sha256": [1],
+            "checksums": [..., "abc", [["0"]] * 3, [["0"] * 3] * 3],
             "colour": ["red"],
             "ids": ["abc", [1, 2, 3]],
             "slices": [["chat"]],

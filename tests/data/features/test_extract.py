@@ -9,7 +9,8 @@ import torch
 from draftsmith.data.batch import Features, Tokenized, plan_chunks
 from draftsmith.data.features import extract as extract_module
 from draftsmith.data.features.extract import OnlineSource, compute_features, digest_samples, extract, summarise_logits
-from draftsmith.data.features.store import FeatureStore, read_index
+from draftsmith.data.features.index import read_index
+from draftsmith.data.features.store import FeatureStore
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
 from tests.data.features.test_store import all_bytes

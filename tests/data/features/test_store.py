@@ -2,6 +2,7 @@
 
 import errno
 from collections import namedtuple
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,13 +14,8 @@ from torch.utils.data import DataLoader
 
 from draftsmith.data.batch import Features
 from draftsmith.data.features import store as features
-from draftsmith.data.features.store import (
-    FeatureStore,
-    FeatureWriter,
-    StoreSpec,
-    check_disk_space,
-    estimate_bytes,
-)
+from draftsmith.data.features.index import StoreSpec
+from draftsmith.data.features.store import FeatureStore, FeatureWriter, check_disk_space, estimate_bytes
 from draftsmith.errors import UserError
 
 WIDTH, LAYERS = 6, (0, 2, 5)
@@ -118,7 +114,7 @@ def test_the_estimate_is_what_the_tensors_take(tmp_path: Path) -> None:
     samples = make_features()
     write_store(tmp_path, samples)
     tensors = [load_file(file) for file in tmp_path.glob("shard-*")]
-    size = sum(t.nbytes for shard in tensors for name, t in shard.items() if name != "offsets")
+    size = sum(t.nbytes for shard in tensors for t in shard.values())
     assert size == estimate_bytes(sum(len(s.ids) for s in samples), WIDTH, len(LAYERS), "float32")
 
 
@@ -197,15 +193,54 @@ def test_what_is_half_written_is_swept_in_the_stores_own_folder_alone(tmp_path: 
     assert others.exists()
 
 
-def test_a_shard_is_verified_once_for_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A DataLoader starts its workers anew in every epoch, and a store may take minutes to read."""
+def counted_hashes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the list that takes the bytes of every checksum that is computed from now on."""
+    hashed, real = [], features.checksum
+
+    def counting(parts: Iterable[torch.Tensor]) -> str:
+        parts = list(parts)
+        hashed.append(sum(part.nbytes for part in parts))
+        return real(parts)
+
+    monkeypatch.setattr(features, "checksum", counting)
+    return hashed
+
+
+def test_a_sample_is_verified_once_for_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A DataLoader starts its workers anew in every epoch."""
     write_store(tmp_path, make_features())
     store = FeatureStore(tmp_path)
     loader = DataLoader(range(len(store)), batch_size=None, num_workers=1, collate_fn=store.get)
     assert [one.sample_id for one in loader] == store.ids
-    monkeypatch.setattr(features, "sha256_file", lambda file: pytest.fail(f"{file} is read again"))
-    assert [one.sample_id for one in loader] == store.ids
-    assert store.get(0).sample_id == store.ids[0]
+    hashed = counted_hashes(monkeypatch)
+    assert [store.get(i).sample_id for i in range(len(store))] == store.ids
+    assert not hashed
+
+
+def test_what_is_hashed_is_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever layers a head reads, however often a shard is opened, and while writing as well."""
+    samples = make_features()
+    lengths = [len(one.ids) for one in samples]
+    hashed = counted_hashes(monkeypatch)
+    monkeypatch.setattr(features, "OPEN_SHARDS", 1)
+    store = write_store(tmp_path, samples)
+    assert len(list(tmp_path.glob("shard-*"))) > 1
+    assert sum(hashed) == estimate_bytes(sum(lengths), WIDTH, len(LAYERS), "float32")
+    for layers, added in (((5, 0), 2), ((5,), 0), (LAYERS, 1), (LAYERS, 0)):
+        hashed.clear()
+        for index in (3, 0, 8, 3):
+            store.get(index, layers)
+        states = added * WIDTH * 4 + (estimate_bytes(1, WIDTH, 0, "float32") if added == 2 else 0)
+        assert sum(hashed) == states * sum(lengths[i] for i in (3, 0, 8))
+
+
+def test_damage_to_any_byte_that_is_read_is_found(tmp_path: Path) -> None:
+    write_store(tmp_path, make_features(3), replace(SPEC, shard_bytes=10**6))
+    shard = tmp_path / "shard-00000.safetensors"
+    good = shard.read_bytes()
+    for at in range(len(good) - sum(t.nbytes for t in load_file(shard).values()), len(good)):
+        shard.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        refused(tmp_path, "shard-00000.safetensors is corrupt (its checksum differs from index.json)")
 
 
 def test_a_shard_whose_content_is_not_verified_must_still_be_one(tmp_path: Path) -> None:
@@ -272,19 +307,9 @@ def test_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(all_bytes(tmp_path)) == ["index.json"]
 
 
-def test_a_shard_is_verified_once_however_often_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, read, real = write_store(tmp_path, make_features()), [], features.sha256_file
-    monkeypatch.setattr(features, "OPEN_SHARDS", 1)
-    monkeypatch.setattr(features, "sha256_file", lambda file: read.append(file) or real(file))
-    for index in [*range(len(store))] * 2:
-        store.get(index)
-    assert sorted(read) == sorted(tmp_path.glob("shard-*"))
-    assert len(read) > 1
-
-
 def test_a_shard_is_filled_to_its_last_byte(tmp_path: Path) -> None:
     samples = make_features()
     two = estimate_bytes(sum(len(one.ids) for one in samples[:2]), WIDTH, len(LAYERS), "float32")
     write_store(tmp_path, samples, replace(SPEC, shard_bytes=two))
     first = load_file(tmp_path / "shard-00000.safetensors")
-    assert len(first["offsets"]) - 1 == 2
+    assert len(first["ids"]) == sum(len(one.ids) for one in samples[:2])

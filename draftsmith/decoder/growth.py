@@ -20,6 +20,7 @@ from torch import Tensor
 from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.decoder.sampling import DRAFT, draw, probs, uniforms
 from draftsmith.decoder.trees import DynamicTree, StaticTree
+from draftsmith.target.kernels import upload
 
 
 def chain_token_by_token(
@@ -188,7 +189,7 @@ class Beam:
         score_BJ = torch.cat([level.score_Bc for level in self.levels], 1)
         parent_BJ = torch.cat([level.parent_Bc for level in self.levels], 1)
         depths = [depth for depth, level in enumerate(self.levels, 1) for _ in range(level.score_Bc.shape[1])]
-        depth_J = torch.tensor(depths, device=tokens_BJ.device)
+        depth_J = upload(depths, tokens_BJ.device)
         score_BJ = score_BJ.masked_fill(depth_J > self.limit_B[:, None], -torch.inf)
         kept = min(self.tree.total_tokens - 1, len(depths))
         index_BN = score_BJ.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values

@@ -22,6 +22,7 @@ from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Pro
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.selfcheck import explain_not_finite
 from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict, verify
+from draftsmith.target.kernels import upload
 from draftsmith.target.target import Target, TargetOutput
 
 _ADMISSION_FRACTION = 1 / 8
@@ -186,7 +187,7 @@ class Loop:
         depth = 1 + max(row.accepted for row, runs in zip(host_rows, active, strict=True) if runs)
         path_BD, kept_B = verdict.path_BD[:, :depth], verdict.accepted_B + 1
         if not all(active):
-            active_B = torch.tensor(active, device=kept_B.device)
+            active_B = upload(active, kept_B.device)
             path_BD, kept_B = path_BD.masked_fill(~active_B[:, None], -1), kept_B * active_B
         self.cache.commit(draft, path_BD, kept_B)
         return depth, kept_B
@@ -207,11 +208,11 @@ class Loop:
                 self.finished.append(answer)
         if len(self.finished) > finished:
             # Tokens accepted past the end are forgotten, so that a row that waits stays within its context.
-            self.cache.rollback(torch.tensor([answer.tokens_read for answer in self.rows], device=tokens_BD.device))
+            self.cache.rollback(upload([answer.tokens_read for answer in self.rows], tokens_BD.device))
 
     def _set_state(self, root_B: Tensor, keys_B: Tensor, new_tokens: NewTokens) -> None:
         """Set what the next proposal reads."""
-        limits = torch.tensor([answer.tokens_left for answer in self.rows], device=self.target.device)
+        limits = upload([answer.tokens_left for answer in self.rows], self.target.device)
         active = [answer for answer in self.rows if not answer.finish_reason]
         self.state = DecodeState(
             root_B,

@@ -65,6 +65,11 @@ def _packs(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def upload(numbers: Any, device: torch.device) -> Tensor:
+    """Return numbers, or lists of them, as a tensor on a device; the host does not wait, as for `torch.tensor(..., device=device)`."""
+    return torch.tensor(numbers, device="cpu").to(device, non_blocking=True)
+
+
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Return a context in which operations on the device of `x` run in the dtype of what they are given."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

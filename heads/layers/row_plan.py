@@ -11,6 +11,8 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from draftsmith.target.kernels import upload
+
 BUCKET = 32  # documents whose lengths round up to the same multiple share a call
 
 
@@ -93,7 +95,7 @@ class RowPlan:
     def packed(self) -> Packed:
         """The documents end to end, for kernels that take documents of any length; needs at least one."""
         device = self.rows.device
-        first, length = torch.tensor(self.spans, device=device).T
+        first, length = upload(self.spans, device).T
         starts = torch.nn.functional.pad(length.cumsum(0), (1, 0))
         total = sum(tokens for _, tokens in self.spans)
         shift = torch.repeat_interleave(first - starts[:-1], length, output_size=total)

@@ -22,6 +22,7 @@ from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_sup
 from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
 from draftsmith.heads.losses.pieces import sum_pieces
 from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.target.kernels import upload
 from draftsmith.target.target import TargetHead
 
 PIECE = {"cpu": 1 << 22, "cuda": 1 << 25}
@@ -167,7 +168,7 @@ def head_loss(
     """
     device, steps = batch.ids.device, output.steps
     piece = piece or PIECE.get(batch.last.device.type, PIECE["cuda"])
-    depth_S = torch.tensor([warmup_weight * spec.step_weight(step.offset) for step in steps], device=device)
+    depth_S = upload([warmup_weight * spec.step_weight(step.offset) for step in steps], device)
     number_S = torch.arange(len(steps), device=device)
     weights = _row_weights(batch, spec, steps[0].rows)
     loss_of = _row_terms(spec, batch, output.tuned is not None)

@@ -65,7 +65,7 @@ class DraftModel:
             if k == 0:
                 last_BD = self._read(state)
             else:
-                last_BD = self._pass(tokens_B[:, None])[:, 0]
+                last_BD = self._pass(tokens_B[:, None], longest=state.longest + k)[:, 0]
                 self.cache.append(1)
             return self.model.head.logits(last_BD)[:, : self.width]
 
@@ -89,10 +89,12 @@ class DraftModel:
         cache.append(lacks_B)
         return states_BnD[torch.arange(len(lacks_B), device=lacks_B.device), lacks_B - 1]
 
-    def _pass(self, tokens_Bn: Tensor, rows_b: Tensor | None = None) -> Tensor:
-        """Run the draft model over tokens behind its committed ones; return their states [B, n, D]."""
+    def _pass(self, tokens_Bn: Tensor, rows_b: Tensor | None = None, longest: int | None = None) -> Tensor:
+        """Run the draft model over tokens behind its committed ones; return their states [B, n, D]. longest: see
+        `KVCache.stage`."""
         known_Bn = readable(self.model, tokens_Bn)
-        return run_draft(self.model, self.cache, Draft.chain(known_Bn[:, 0], known_Bn[:, 1:]), rows_b=rows_b).last
+        draft = Draft.chain(known_Bn[:, 0], known_Bn[:, 1:])
+        return run_draft(self.model, self.cache, draft, rows_b=rows_b, longest=longest).last
 
 
 def draft_vocab(model: Target, vocab_size: int) -> Tensor | None:

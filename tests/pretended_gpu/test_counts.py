@@ -156,3 +156,18 @@ def name_of(name: str, temperature: int, rows: int) -> str:
 def test_the_table_holds_every_case_and_no_other() -> None:
     expected = {f"training step, {method}" for method in methods()} | {name_of(*case) for case in CASES}
     assert json.loads(TABLE.read_text(encoding="utf-8")).keys() == expected | {"versions"}
+
+
+@pytest.mark.skipif(WRITE, reason="the table is written")
+def test_a_wait_that_comes_back_fails_with_its_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"versions": VERSIONS, "work": {"kernels": {"around": 1}, "waits": {}, "copies": {}}}
+    (tmp_path / "counts.json").write_text(json.dumps(table))
+    monkeypatch.setattr(f"{__name__}.TABLE", tmp_path / "counts.json")
+    with pretended_gpu() as gpu:
+        x = torch.zeros(3, device="cuda")
+        check("work", gpu.counts)
+        x.tolist()
+    with pytest.raises(
+        AssertionError, match=r"around: tests/pretended_gpu/test_counts.py .*tolist: 1, and 0 in .* at .*\.py:\d+"
+    ):
+        check("work", gpu.counts)

@@ -1,12 +1,13 @@
 """Renew what docs/ and README.md say of the code and of committed results: python -m scripts.bench.pages
 
 That is the reference of docs/api.md (from docstrings), the table of losses in docs/train-a-head.md (from LOSSES), and the tables of
-results. Committed results are given the fields that `Measures` has since, as null.
+results. With --results, committed results are first given the fields that `Measures` has since, as null.
 """
 
 import inspect
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -98,6 +99,7 @@ def add_fields() -> None:
 
 
 if __name__ == "__main__":
-    add_fields()
+    if "--results" in sys.argv[1:]:
+        add_fields()
     for one in PAGES:
         one.write_text(rendered(one.read_text(encoding="utf-8")), encoding="utf-8")

@@ -263,7 +263,7 @@ def test_one_folder_by_two_names_is_one_run(workplace: Path, finished: Path, tmp
 def test_changed_target_is_refused(
     words: list[str], said: str, workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An evaluation of another target may be asked for (tests/test_fit.py), but does not replace this one by itself."""
+    """An evaluation of another target may be asked for, but does not replace this one by itself."""
     other = tmp_path / "other"
     shutil.copytree(workplace / "target", other)
     tiny_model("llama", seed=5, vocab_size=len(tiny_tokenizer())).save_pretrained(other)

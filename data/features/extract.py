@@ -66,13 +66,14 @@ def extract(
         vocab_size=target.vocab_size,
         samples=digest_samples(samples),
         shard_bytes=shard_bytes,
+        slices=tuple(sorted({sample.slice for sample in samples})),
     )
     size = estimate_bytes(sum(lengths), spec.hidden_size, len(chosen), spec.dtype)
     amount = f"{len(samples)} samples, {sum(lengths)} tokens: {readable_bytes(size)}"
     say(f"Features of {amount} in {path}")
     check_disk_space(path, size - sum(file.stat().st_size for file in path.glob("shard-*.safetensors")))
     writer = FeatureWriter(path, spec)
-    done = writer.index.num_samples
+    done = writer.num_samples
     earlier = _Earlier(kept, spec)
     total, already = sum(lengths), sum(lengths[:done])
     with Bar(total=total, initial=already, unit="tok", unit_scale=True, desc="extract") as bar:

@@ -3,19 +3,19 @@
 Shapes: T tokens of a shard, S samples of a store, L tokens of a sample, A aux layers, Ht target hidden size.
 A shard holds ids [T] int32, mask [T] bool, aux.{k} [T, Ht] for every stored layer id k, last [T, Ht], top1 [T] int32 and
 logsumexp [T] float32. One tensor per layer, so that one superset store serves every head.
-Shards appear whole or not at all, and a run that writes them can be killed at any moment. `index.json` names the target
-(fingerprint), layers, dtype and samples, and per shard its file, size and samples in order. A sample has an XXH3-128
-checksum of its part of all tensors but aux, and one of its part of each aux: what is checked is what is read.
+Shards appear whole or not at all, and a run that writes them can be killed at any moment. The index (index.py) names the
+target (fingerprint), layers, dtype and samples, and which samples lie in which shard. A sample has an XXH3-128 checksum of
+its part of all tensors but aux, and one of its part of each aux: what is checked is what is read.
 """
 
 import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -27,10 +27,13 @@ from draftsmith.data.features.index import (
     AGAIN,
     DTYPES,
     INDEX_NAME,
-    ShardInfo,
     StoreIndex,
     StoreSpec,
+    append_shard,
+    cut_off,
     read_index,
+    sample_record,
+    shard_name,
     write_index,
 )
 from draftsmith.errors import UserError
@@ -121,17 +124,11 @@ class FeatureStore:
                 f"{fingerprint}): extract again into another folder, or use the target it was made with."
             )
         self.layer_ids = self.spec.layer_ids
-        self.ids = [sample_id for shard in index.shards for sample_id in shard.ids]
-        self.slices = [name for shard in index.shards for name in shard.slices]
-        self.lengths = [length for shard in index.shards for length in shard.lengths]
-        self._shards = index.shards
-        self._checksums = [sums for shard in index.shards for sums in shard.checksums]
-        # Of each sample: the number of its shard, and its first token there.
-        self._place = [
-            (number, end - length)
-            for number, shard in enumerate(index.shards)
-            for end, length in zip(accumulate(shard.lengths), shard.lengths, strict=True)
-        ]
+        self.slices = [self.spec.slices[number] for number in index.samples["slice"].tolist()]
+        self.lengths: list[int] = index.samples["length"].tolist()
+        self._index = index
+        self._ends = np.concatenate(([0], index.shards["samples"].astype(np.int64)))
+        self._tokens = np.concatenate(([0], np.cumsum(index.samples["length"], dtype=np.int64)))
         # Of each sample: the common tensors, then the layers. Shared with the workers of a DataLoader, which are started
         # anew in every epoch.
         self._verified = torch.full((len(self), 1 + len(self.layer_ids)), not verify).share_memory_()
@@ -139,6 +136,11 @@ class FeatureStore:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def ids(self) -> list[str]:
+        """The name of every sample, read anew."""
+        return [self._index.name(number) for number in range(len(self))]
 
     def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
         """Return one sample; aux [L, A*Ht] has the columns of `layer_ids` in that order (None: every stored layer)."""
@@ -148,17 +150,18 @@ class FeatureStore:
                 f"The feature store {self.path} holds layers {list(self.layer_ids)} but not {missing[0]}: "
                 "extract again with all the layers that the heads need in features.layer_ids."
             )
-        number, start = self._place[index]
-        shard, end = self._shard(number), start + self.lengths[index]
+        number = int(np.searchsorted(self._ends, index, side="right")) - 1
+        start, end = (int(self._tokens[at] - self._tokens[self._ends[number]]) for at in (index, index + 1))
+        shard = self._shard(number)
         part = {name: shard.get_slice(name)[start:end] for name in _COMMON}
         streams = {k: shard.get_slice(f"aux.{k}")[start:end] for k in chosen}
-        self._verify(index, 0, part.values())
+        self._verify(number, index, 0, part.values())
         for k, stream in streams.items():
-            self._verify(index, 1 + self.layer_ids.index(k), (stream,))
+            self._verify(number, index, 1 + self.layer_ids.index(k), (stream,))
         return Features(
             **{**part, "ids": part["ids"].long()},
             aux=torch.cat([streams[k] for k in chosen], dim=-1) if streams else part["last"][:, :0],
-            sample_id=self.ids[index],
+            sample_id=self._index.name(index),
             slice=self.slices[index],
         )
 
@@ -166,19 +169,19 @@ class FeatureStore:
         """Return several samples, in the order of `indices`."""
         return [self.get(index, layer_ids) for index in indices]
 
-    def _verify(self, index: int, column: int, parts: Iterable[Tensor]) -> None:
+    def _verify(self, shard: int, index: int, column: int, parts: Iterable[Tensor]) -> None:
         """Raise UserError where what was read of a sample is not what was written."""
         if self._verified[index, column]:
             return
-        if checksum(parts) != self._checksums[index][column]:
-            file = self.path / self._shards[self._place[index][0]].file
+        if checksum(parts) != self._index.samples["checksums"][index, column].tobytes():
+            file = self.path / shard_name(shard)
             raise UserError(f"The feature shard {file} is corrupt (its checksum differs from {INDEX_NAME}): {AGAIN}.")
         self._verified[index, column] = True
 
     def _shard(self, number: int) -> Any:
         """Return an open shard; the one opened first is closed when there are many."""
         if number not in self._open:
-            file, info = self.path / self._shards[number].file, self._shards[number]
+            file = self.path / shard_name(number)
             if len(self._open) >= OPEN_SHARDS:
                 del self._open[next(iter(self._open))]
             open_file(file, AGAIN).close()
@@ -186,7 +189,8 @@ class FeatureStore:
                 opened = safe_open(file, framework="pt")
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
                 held = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-            if held != _layout(self.spec, sum(info.lengths)):
+            first, last = self._ends[number : number + 2]
+            if held != _layout(self.spec, int(self._tokens[last] - self._tokens[first])):
                 raise UserError(f"The feature shard {file} holds other tensors than {INDEX_NAME} says: {AGAIN}.")
             self._open[number] = opened
         return self._open[number]
@@ -197,7 +201,7 @@ class FeatureWriter:
 
     A shard ends before the sample that would make it larger than spec.shard_bytes, so the files depend only on the
     samples and their order: a run that was killed and resumed leaves the same bytes. Opening an unfinished store
-    removes temporary and unlisted files; `index.num_samples` samples are already in it and must not be added again.
+    removes temporary and unlisted files; `num_samples` samples are already in it and must not be added again.
     Raises UserError where the folder holds a store with another spec, or files that are no store.
     """
 
@@ -205,19 +209,27 @@ class FeatureWriter:
         self.path, self.spec = Path(path), spec
         self._pending: list[Features] = []
         self._pending_bytes = 0
+        self._shards, self.complete = 0, False
+        self._end: np.void | None = None
         if (self.path / INDEX_NAME).exists():
-            self.index = read_index(self.path)
-            _check_same(self.path, self.index.spec, spec)
-            self._remove_strays()
+            index = read_index(self.path)
+            _check_same(self.path, index.spec, spec)
+            self._shards, self.complete = len(index.shards), index.complete
+            self._end = index.shards[-1] if self._shards else None
+            self._remove_strays(index)
         else:
             if self.path.is_dir() and any(SHARD_PATTERN.fullmatch(file.name) for file in self.path.iterdir()):
                 raise UserError(f"{self.path} holds feature shards but no {INDEX_NAME}: choose another folder.")
-            self.index = StoreIndex(spec)
-            write_index(self.path, self.index)
+            write_index(self.path, spec)
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples lie in shards."""
+        return 0 if self._end is None else int(self._end["samples"])
 
     def add(self, features: Features) -> None:
         """Append one sample; its aux columns are those of spec.layer_ids in order."""
-        assert not self.index.complete, "the store is finished"
+        assert not self.complete, "the store is finished"
         width = self.spec.hidden_size
         length = features.ids.shape[0]
         assert features.aux.shape == (length, len(self.spec.layer_ids) * width), features.aux.shape
@@ -230,33 +242,30 @@ class FeatureWriter:
 
     def finish(self) -> None:
         """Write what is left and mark the store complete."""
-        if self.index.complete:
+        if self.complete:
             return
         if self._pending:
             self._write_shard()
-        self.index = StoreIndex(self.spec, True, self.index.shards)
-        write_index(self.path, self.index)
+        write_index(self.path, self.spec, read_index(self.path))
+        self.complete = True
 
     def _write_shard(self) -> None:
         samples, self._pending, self._pending_bytes = self._pending, [], 0
-        file = self.path / f"shard-{len(self.index.shards):05d}.safetensors"
-        tensors = _shard_tensors(samples, self.spec)
+        file, tensors = self.path / shard_name(self._shards), _shard_tensors(samples, self.spec)
         with atomic_path(file) as temporary:
             save_file(tensors, temporary)
-        lengths = tuple(sample.ids.shape[0] for sample in samples)
-        shard = ShardInfo(
-            file=file.name,
-            bytes=file.stat().st_size,
-            ids=tuple(sample.sample_id for sample in samples),
-            slices=tuple(sample.slice for sample in samples),
-            lengths=lengths,
-            checksums=_checksums(tensors, lengths),
-        )
-        self.index = StoreIndex(self.spec, False, (*self.index.shards, shard))
-        write_index(self.path, self.index)
+        records = np.zeros(len(samples), sample_record(len(self.spec.layer_ids)))
+        records["length"] = lengths = [len(sample.ids) for sample in samples]
+        records["slice"] = [self.spec.slices.index(sample.slice) for sample in samples]
+        records["checksums"] = np.frombuffer(_checksums(tensors, lengths), "V16").reshape(len(samples), -1)
+        names = [sample.sample_id for sample in samples]
+        self._end = append_shard(self.path, self._end, file.stat().st_size, records, names)
+        self._shards += 1
 
-    def _remove_strays(self) -> None:
-        listed = {shard.file for shard in self.index.shards}
+    def _remove_strays(self, index: StoreIndex) -> None:
+        if not index.complete:
+            cut_off(self.path, index)
+        listed = {shard_name(number) for number in range(self._shards)}
         with explain_os_error(self.path):
             sweep(self.path, levels=0)
             for file in self.path.iterdir():
@@ -282,22 +291,19 @@ def _layout(spec: StoreSpec, tokens: int) -> dict[str, tuple[str, tuple[int, ...
     return common | {f"aux.{k}": states for k in spec.layer_ids}
 
 
-def checksum(parts: Iterable[Tensor]) -> str:
-    """Return the XXH3-128 of tensors one after the other, as hex."""
+def checksum(parts: Iterable[Tensor]) -> bytes:
+    """Return the XXH3-128 of tensors one after the other."""
     digest = xxh3_128()
     for part in parts:
         digest.update(part.contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return digest.digest()
 
 
-def _checksums(tensors: dict[str, Tensor], lengths: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """Return per sample of a shard the checksum of what every head reads, then that of each layer in order."""
+def _checksums(tensors: dict[str, Tensor], lengths: Sequence[int]) -> bytes:
+    """Return, sample by sample of a shard, the checksum of what every head reads, then that of each layer in order."""
     parts = {name: tensor.split(list(lengths)) for name, tensor in tensors.items()}
-    layers = [rows for name, rows in parts.items() if name not in _COMMON]
-    return tuple(
-        (checksum(parts[name][row] for name in _COMMON), *(checksum((rows[row],)) for rows in layers))
-        for row in range(len(lengths))
-    )
+    groups = [[parts[name] for name in _COMMON], *([rows] for name, rows in parts.items() if name not in _COMMON)]
+    return b"".join(checksum(rows[row] for rows in group) for row in range(len(lengths)) for group in groups)
 
 
 def _check_same(path: Path, stored: StoreSpec, wanted: StoreSpec) -> None:

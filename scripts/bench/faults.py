@@ -71,7 +71,7 @@ def command(run: Path, redo: str = "") -> Callable[[], int]:
 def outcome(run: Path) -> dict[str, Any]:
     """Return what a finished run is worth: digests of its lasting files, every tau, and what is left over."""
     files = [path for path in sorted(run.rglob("*")) if path.is_file()]
-    lasting = [path for path in files if path.suffix in (".safetensors", ".jsonl") and "step_" not in str(path)]
+    lasting = [path for path in files if path.suffix in (".safetensors", ".jsonl", ".bin") and "step_" not in str(path)]
     digests = {
         str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in lasting

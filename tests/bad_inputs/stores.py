@@ -1,5 +1,6 @@
 """Bad feature stores: indexes that lie or point elsewhere, shards that are cut short or changed."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ INDEX, SHARD = "index.json", "shard-00000.safetensors"
 
 def _build(folder: Path) -> None:
     """Write a complete store of one shard with three samples."""
-    writer = FeatureWriter(folder, StoreSpec("f" * 16, "float32", (0, 2), "float32", 4, 50, "s" * 16, 10**6))
+    writer = FeatureWriter(folder, StoreSpec("f" * 16, "float32", (0, 2), "float32", 4, 50, "s" * 16, 10**6, ("chat",)))
     for length in (3, 4, 5):
         states, ids = torch.randn(length, 12), torch.arange(length)
         lengths = torch.zeros(length)
@@ -34,15 +35,15 @@ def index(name: str, *words: str, **changes: Any) -> Case:
     return Case(f"index-{name}", edit_json(INDEX, **changes), (INDEX, *words))
 
 
-def shard(name: str, *words: str, **changes: Any) -> Case:
-    """Return the case of an index whose entry of the shard is changed."""
-    return Case(f"shard-{name}", edit_json(INDEX, "shards", 0, **changes), (INDEX, *words))
+def flip(file: str) -> Callable[[Path], object]:
+    """Return a way to spoil an input: change one of a file's last bytes."""
 
+    def spoil(folder: Path) -> None:
+        data = bytearray((folder / file).read_bytes())
+        data[-5] ^= 1
+        (folder / file).write_bytes(data)
 
-def _flip(folder: Path) -> None:
-    data = bytearray((folder / SHARD).read_bytes())
-    data[-5] ^= 1
-    (folder / SHARD).write_bytes(data)
+    return spoil
 
 
 _INDEX = (
@@ -61,30 +62,28 @@ _INDEX = (
             "vocab_size": [None],
             "fingerprint": [5],
             "shard_bytes": ["many"],
-            "shards": [..., {}, "none", [1], [{}]],
+            "slices": [..., [], "chat", [1]],
+            "num_samples": [..., "3", 2, 4],
         }.items()
         for value in values
     ),
 )
+_RECORDS = tuple(
+    case
+    for file in ("shards.bin", "samples.bin", "names.bin")
+    for case in (
+        *damaged(file, "bin", "delete the folder", name=file, without="long-integer deep"),
+        Case(f"{file}-flipped", flip(file), ("samples.bin", "corrupt")),
+        Case(
+            f"{file}-longer", lambda folder, file=file: (folder / file).open("ab").write(b"x" * 99), (INDEX, "add up")
+        ),
+    )
+)
 _SHARDS = (
-    *(
-        shard(f"{key}-{value!r}", **{key: value})
-        for key, values in {
-            "file": ["../shard-00000.safetensors", "/etc/passwd", 3, ""],
-            "bytes": ["many"],
-            "checksums": [..., "abc", [["0"]] * 3, [["0"] * 3] * 3],
-            "colour": ["red"],
-            "ids": ["abc", [1, 2, 3]],
-            "slices": [["chat"]],
-            "lengths": [..., ["3", "4", "5"], [-3, 10, 5], [4, 3, 5], [3, 4, 50]],
-        }.items()
-        for value in values
-    ),
-    shard("lengths-short", "do not add up", SHARD, lengths=[3, 4]),
     *damaged(SHARD, name="shard-file", without="cut missing"),
     Case("shard-missing", remove(SHARD), (SHARD, "missing")),
     Case("shard-cut", cut(SHARD, 0.9), (SHARD, "cut short")),
-    Case("shard-flipped", _flip, (SHARD, "corrupt")),
+    Case("shard-flipped", flip(SHARD), (SHARD, "corrupt")),
 )
 
-TABLE = Table("stores", copied(_build), read, (*_INDEX, *_SHARDS))
+TABLE = Table("stores", copied(_build), read, (*_INDEX, *_RECORDS, *_SHARDS))

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from draftsmith.data.batch import Features
 from draftsmith.data.features import store as features
-from draftsmith.data.features.index import StoreSpec
+from draftsmith.data.features.index import StoreSpec, read_index
 from draftsmith.data.features.store import FeatureStore, FeatureWriter, check_disk_space, estimate_bytes
 from draftsmith.errors import UserError
 
@@ -28,6 +28,7 @@ SPEC = StoreSpec(
     vocab_size=50,
     samples="s" * 16,
     shard_bytes=2000,
+    slices=("chat", "math"),
 )
 
 
@@ -53,7 +54,7 @@ def make_features(count: int = 9) -> list[Features]:
 
 def write_store(path: Path, samples: list[Features], spec: StoreSpec = SPEC) -> FeatureStore:
     writer = FeatureWriter(path, spec)
-    for sample in samples[writer.index.num_samples :]:
+    for sample in samples[writer.num_samples :]:
         writer.add(sample)
     writer.finish()
     return FeatureStore(path)
@@ -118,7 +119,10 @@ def test_the_estimate_is_what_the_tensors_take(tmp_path: Path) -> None:
     assert size == estimate_bytes(sum(len(s.ids) for s in samples), WIDTH, len(LAYERS), "float32")
 
 
-@pytest.mark.parametrize("moment", ["between samples", "inside a shard", "before the index", "before the last index"])
+@pytest.mark.parametrize(
+    "moment",
+    ["between samples", "inside a shard", "before the index", "names only", "half a record", "before the last index"],
+)
 def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = make_features()
     write_store(tmp_path / "whole", samples)
@@ -129,7 +133,7 @@ def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, m
     def killing(function: str, call: int) -> None:
         original, calls = getattr(features, function), []
 
-        def wrapper(*arguments: object) -> None:
+        def wrapper(*arguments: object) -> object:
             path = next(one for one in arguments if isinstance(one, Path))
             calls.append(path)
             if len(calls) == call:
@@ -139,7 +143,7 @@ def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, m
                         path.with_name(".shard-00001.safetensors.draftsmith-0123456789ab.tmp")
                     )  # as kill -9 leaves it
                 raise Killed
-            original(*arguments)
+            return original(*arguments)
 
         monkeypatch.setattr(features, function, wrapper)
 
@@ -149,17 +153,22 @@ def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, m
         for sample in samples[:6]:
             writer.add(sample)
     else:
-        where = {"inside a shard": ("save_file", 2), "before the index": ("write_index", 3)}
-        killing(*where.get(moment, ("write_index", len(all_bytes(tmp_path / "whole")) + 1)))
+        where = {"inside a shard": ("save_file", 2), "before the last index": ("write_index", 2)}
+        killing(*where.get(moment, ("append_shard", 3)))
         with pytest.raises(Killed):
             write_store(broken, samples)
         monkeypatch.undo()
+    if moment in ("names only", "half a record"):
+        for name in ("names.bin", "samples.bin", "shards.bin"):
+            part, whole = broken / name, (tmp_path / "whole" / name).read_bytes()
+            size = part.stat().st_size + (9 if name == "names.bin" or moment == "half a record" else 0)
+            part.write_bytes(whole[:size])
     with pytest.raises(UserError, match="not complete"):
         FeatureStore(broken)
     resumed = FeatureWriter(broken, SPEC)
-    assert 0 < resumed.index.num_samples <= len(samples)
-    done_ids = [sample_id for shard in resumed.index.shards for sample_id in shard.ids]
-    assert done_ids == [s.sample_id for s in samples[: resumed.index.num_samples]]
+    assert 0 < resumed.num_samples <= len(samples)
+    index = read_index(broken)
+    assert [index.name(i) for i in range(len(index.samples))] == [s.sample_id for s in samples[: resumed.num_samples]]
     write_store(broken, samples)
     assert all_bytes(broken) == all_bytes(tmp_path / "whole")
     write_store(broken, samples)  # a finished store stays as it is
@@ -197,7 +206,7 @@ def counted_hashes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the list that takes the bytes of every checksum that is computed from now on."""
     hashed, real = [], features.checksum
 
-    def counting(parts: Iterable[torch.Tensor]) -> str:
+    def counting(parts: Iterable[torch.Tensor]) -> bytes:
         parts = list(parts)
         hashed.append(sum(part.nbytes for part in parts))
         return real(parts)
@@ -304,7 +313,12 @@ def test_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(features, "save_file", full)
     with pytest.raises(UserError, match="No space left on device"):
         write_store(tmp_path, make_features())
-    assert list(all_bytes(tmp_path)) == ["index.json"]
+    assert {name: len(data) > 0 for name, data in all_bytes(tmp_path).items()} == {
+        "index.json": True,
+        "names.bin": False,
+        "samples.bin": False,
+        "shards.bin": False,
+    }
 
 
 def test_a_shard_is_filled_to_its_last_byte(tmp_path: Path) -> None:

@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoder.cache import KVCache, build_mask, llama_layer_shapes
-from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, Prompts, StatelessDrafter, chain_above, numbers
+from draftsmith.decoder.draft import (
+    DecodeState,
+    Draft,
+    NewTokens,
+    Prompts,
+    StatelessDrafter,
+    chain_above,
+    listed,
+    numbers,
+)
 from draftsmith.decoder.growth import Level, child_uniforms, growth
 from draftsmith.decoder.sampling import DRAFT, draw, draw_children, probs, uniforms
 from draftsmith.decoder.trees import DynamicTree, StaticTree
@@ -195,7 +204,7 @@ class LayerCache(KVCache):
         """
         at, depth_BT = self.staged, None
         if self.window is not None:
-            depth_BT = torch.tensor([depths], device=at.lengths_B.device).expand(len(above_BmT), -1)
+            depth_BT = listed(tuple(depths), at.lengths_B.device).expand(len(above_BmT), -1)
         return build_mask(at.lengths_B, above_BmT, at.visible, depth_BT, self.window)
 
 
@@ -239,7 +248,7 @@ class CachedDrafter(HeadDrafter):
         for all. more: entries behind the new tokens that are run and not kept.
         """
         self.cache.rollback(length_B - new_tokens.count_B, rows_b)
-        self.cache.stage(new_tokens.tokens_Bn.shape[1] + more, rows_b, longest)
+        self.cache.stage(new_tokens.tokens_Bn.shape[1] + more, longest, rows_b)
         outputs = self.run(new_tokens)
         self.cache.append(new_tokens.count_B, rows_b)
         return outputs

@@ -182,13 +182,12 @@ class KVCache(Cache):
         """Cached tokens of each row."""
         return self._lengths_B
 
-    def stage(self, count: int, rows_b: Tensor | None = None, longest: int | None = None, skip: int = 0) -> WriteRange:
+    def stage(self, count: int, longest: int, rows_b: Tensor | None = None, skip: int = 0) -> WriteRange:
         """Reserve `count` slots from length + skip on for the next forward, in all rows or in the rows `rows_b`.
 
-        longest: the largest length of a row that matters, where the host knows it.
+        longest: the largest length of a row that matters, which the host counts: asking the device would be a wait.
         """
         lengths_B = self._lengths_B if rows_b is None else self._lengths_B[rows_b]
-        longest = int(lengths_B.max()) if longest is None else longest
         self.staged = WriteRange(lengths_B, count, longest + skip, rows_b, skip)
         self._views.clear()
         assert self.staged.visible <= self.capacity, f"{self.staged.visible} slots, but the cache has {self.capacity}"
@@ -321,14 +320,15 @@ def run_draft(
     draft: Draft,
     layer_ids: tuple[int, ...] = (),
     rows_b: Tensor | None = None,
-    longest: int | None = None,
+    *,
+    longest: int,
 ) -> TargetOutput:
     """Run the target over the nodes of a draft: aux [B, N, A*H] of `layer_ids` and last [B, N, H] at every node.
 
     Keys and values are written behind the cached ones; `cache.commit` or `cache.append` then decides which stay.
     rows_b: the rows of the cache that the draft's rows are, None for all. longest: see `KVCache.stage`.
     """
-    at = cache.stage(draft.tokens_BN.shape[1], rows_b, longest)
+    at = cache.stage(draft.tokens_BN.shape[1], longest, rows_b)
     return target.forward(
         draft.tokens_BN,
         layer_ids=layer_ids,

@@ -33,6 +33,7 @@ class Draft:
         vocab_W: the target ids of a distribution's columns, None if they are the same.
         tree: the static tree that all rows have, if they have one; it saves computing the shape in every round.
         linear: whether all rows are chains, None if not known; it saves the same.
+        depth: an upper bound of how deep a valid node is, where there is a better one than the number of nodes.
         listen: called with the target's logits [B, N, V] at all nodes, padding included, once it has read them: for drafters
             that learn from nodes which are never accepted.
     """
@@ -44,6 +45,7 @@ class Draft:
     vocab_W: Tensor | None = None
     tree: StaticTree | None = None
     linear: bool | None = None
+    depth: int | None = None
     listen: Callable[[Tensor], None] | None = None
 
     @classmethod
@@ -53,7 +55,8 @@ class Draft:
         nodes_B = (shape.depth_N <= limit_B.clamp(min=0)[:, None]).sum(1)
         parents_BN = shape.parents_N.expand(len(root_B), -1)
         linear = tree.depth == len(tree.choices)
-        return cls(torch.cat([root_B[:, None], drafted_BN], 1), parents_BN, nodes_B, tree=tree, linear=linear)
+        tokens_BN = torch.cat([root_B[:, None], drafted_BN], 1)
+        return cls(tokens_BN, parents_BN, nodes_B, tree=tree, linear=linear, depth=tree.depth)
 
     @classmethod
     def chain(
@@ -70,6 +73,11 @@ class Draft:
         parents_BN = numbers(-1, length, root_B.device).expand(rows, -1)
         nodes_B = 1 + (torch.full_like(root_B, length) if drafted_B is None else drafted_B)
         return cls(tokens_BN, parents_BN, nodes_B, draft_probs_BMW, vocab_W, linear=True)
+
+    @property
+    def most_depth(self) -> int:
+        """An upper bound of how deep a valid node is."""
+        return self.tokens_BN.shape[1] - 1 if self.depth is None else self.depth
 
     @cached_property
     def is_chain(self) -> bool:
@@ -131,6 +139,12 @@ def chain_above(nodes: int, device: torch.device) -> Tensor:
 def numbers(first: int, last: int, device: torch.device) -> Tensor:
     """Return first, ..., last - 1 as a cached tensor: every round needs the same few."""
     return torch.arange(first, last, device=device)
+
+
+@lru_cache(maxsize=256)
+def listed(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return `values` as a cached tensor, which is uploaded once."""
+    return torch.tensor(values, device=device)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from draftsmith.decoder.draft import DecodeState, Draft
+from draftsmith.decoder.draft import DecodeState, Draft, listed, numbers
 from draftsmith.decoder.sampling import DRAFT, draw, probs, uniforms
 from draftsmith.decoder.trees import DynamicTree, StaticTree
-from draftsmith.target.kernels import upload
 
 
 def chain_token_by_token(
@@ -189,13 +188,13 @@ class Beam:
         score_BJ = torch.cat([level.score_Bc for level in self.levels], 1)
         parent_BJ = torch.cat([level.parent_Bc for level in self.levels], 1)
         depths = [depth for depth, level in enumerate(self.levels, 1) for _ in range(level.score_Bc.shape[1])]
-        depth_J = upload(depths, tokens_BJ.device)
+        depth_J = listed(tuple(depths), tokens_BJ.device)
         score_BJ = score_BJ.masked_fill(depth_J > self.limit_B[:, None], -torch.inf)
         kept = min(self.tree.total_tokens - 1, len(depths))
         index_BN = score_BJ.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
         # From parents' numbers among all candidates to numbers among the kept ones; 0 is the root.
         node_BJ = torch.zeros_like(parent_BJ).scatter(
-            1, index_BN, torch.arange(1, kept + 1, device=index_BN.device).expand_as(index_BN)
+            1, index_BN, numbers(1, kept + 1, index_BN.device).expand_as(index_BN)
         )
         parent_BN = parent_BJ.gather(1, index_BN)
         parents_BN = torch.where(parent_BN < 0, 0, node_BJ.gather(1, parent_BN.clamp(min=0)))
@@ -206,6 +205,7 @@ class Beam:
             torch.cat([torch.full_like(root_B1, -1), parents_BN], 1),
             nodes_B,
             linear=self.tree.branching == 1,
+            depth=len(self.levels),
         )
 
 

@@ -21,7 +21,7 @@ from draftsmith.decoder.cache import KVCache, run_draft
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.selfcheck import explain_not_finite
-from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict, verify
+from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict, refuse, verify
 from draftsmith.target.kernels import upload
 from draftsmith.target.target import Target, TargetOutput
 
@@ -63,9 +63,10 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class _HostRow:
-    """One row's round on the host. accepted, drafted: numbers of draft tokens. emitted: the accepted tokens and the
-    target's own. levels: draft tokens at each depth of a tree, empty for a chain."""
+    """One row's round on the host. fault: see `refuse`. accepted, drafted: numbers of draft tokens. emitted: the accepted tokens and
+    the target's own. levels: draft tokens at each depth of a tree, empty for a chain."""
 
+    fault: int
     accepted: int
     drafted: int
     emitted: list[int]
@@ -98,6 +99,8 @@ class Loop:
         state_B1D = torch.zeros(rows, 1, target.hidden_size, dtype=target.dtype, device=target.device)
         new_tokens = NewTokens(zeros_B[:, None], state_B1D.repeat(1, 1, len(drafter.layer_ids)), state_B1D, zeros_B)
         self.state = DecodeState(zeros_B, zeros_B, zeros_B, zeros_B, new_tokens, sampling)
+        # How long each row's text in the cache may become; a finished one's stays as it is.
+        self._ends_B = zeros_B
         # The tokens of each row's prompt and answer, for a repetition penalty.
         self.seen_BV = None
         if sampling.repetition_penalty != 1:
@@ -133,11 +136,11 @@ class Loop:
         if draft.listen is not None:
             draft.listen(logits_BNV)
             watch.lap("draft")
-        verdict = self._verify(
-            self.rows, draft, logits_BNV, Noise(state.keys_B, state.length_B), self.seen_BV, self.typical
-        )
+        noise = Noise(state.keys_B, state.length_B)
+        verdict = verify(draft, logits_BNV, self.sampling, noise, self.typical, self.seen_BV)
         tokens_BD = _emitted_tokens(draft, verdict)
         host_rows = _to_host(draft, verdict, tokens_BD)
+        self._refuse(self.rows, draft, [row.fault for row in host_rows])
         depth, kept_B = self._commit(draft, verdict, host_rows)
         self._emit(host_rows, verdict, tokens_BD)
         self._set_state(verdict.next_B, state.keys_B, _new_tokens(draft, output, verdict, tokens_BD, depth, kept_B))
@@ -162,18 +165,10 @@ class Loop:
         finished, self.finished = self.finished, []
         return finished
 
-    def _verify(
-        self,
-        answers: Sequence[Generation],
-        draft: Draft,
-        logits_BNV: Tensor,
-        noise: Noise,
-        seen_BV: Tensor | None,
-        typical: Typical | None = None,
-    ) -> Verdict:
-        """Verify drafts for `answers`. Raises UserError that says where the target's numbers are not finite."""
+    def _refuse(self, answers: Sequence[Generation], draft: Draft, faults: Sequence[int]) -> None:
+        """Raise UserError for what `verify` found; where the target's numbers are not finite, it says where and of which answer."""
         try:
-            return verify(draft, logits_BNV, self.sampling, noise, typical, seen_BV)
+            refuse(faults, draft.tokens_BN.shape[1])
         except NotFinite as found:
             answer = answers[found.row]
             path = draft.ancestors_BNN[found.row, found.node].nonzero()[:, 0]
@@ -187,7 +182,7 @@ class Loop:
         depth = 1 + max(row.accepted for row, runs in zip(host_rows, active, strict=True) if runs)
         path_BD, kept_B = verdict.path_BD[:, :depth], verdict.accepted_B + 1
         if not all(active):
-            active_B = upload(active, kept_B.device)
+            active_B = self.state.limit_B > 0
             path_BD, kept_B = path_BD.masked_fill(~active_B[:, None], -1), kept_B * active_B
         self.cache.commit(draft, path_BD, kept_B)
         return depth, kept_B
@@ -208,22 +203,27 @@ class Loop:
                 self.finished.append(answer)
         if len(self.finished) > finished:
             # Tokens accepted past the end are forgotten, so that a row that waits stays within its context.
-            self.cache.rollback(upload([answer.tokens_read for answer in self.rows], tokens_BD.device))
+            self._set_ends()
+            self.cache.rollback(self._ends_B)
 
     def _set_state(self, root_B: Tensor, keys_B: Tensor, new_tokens: NewTokens) -> None:
         """Set what the next proposal reads."""
-        limits = upload([answer.tokens_left for answer in self.rows], self.target.device)
         active = [answer for answer in self.rows if not answer.finish_reason]
         self.state = DecodeState(
             root_B,
             self.cache.lengths_B,
-            limits,
+            self._ends_B - self.cache.lengths_B,
             keys_B,
             new_tokens,
             self.sampling,
             tuple(answer.tokens_read for answer in active),
             tuple(answer.tokens_left for answer in active),
         )
+
+    def _set_ends(self) -> None:
+        """Upload where the rows end; once for each answer that begins or ends."""
+        ends = [a.tokens_read + (0 if a.finish_reason else a.tokens_left) for a in self.rows]
+        self._ends_B = upload(ends, self.target.device)
 
     def _shrink(self, free: list[int]) -> bool:
         """Drop the free rows if they are many; return whether any row is active."""
@@ -233,7 +233,7 @@ class Loop:
             self.rows = [self.rows[b] for b in active]
             self.cache.select(keep)
             self.drafter.select(keep)
-            self.state = self.state.select(keep)
+            self.state, self._ends_B = self.state.select(keep), self._ends_B[keep]
             self.seen_BV = None if self.seen_BV is None else self.seen_BV[keep]
             self.watch.lap("other")
         return bool(active)
@@ -261,7 +261,8 @@ class Loop:
         draft = Draft.chain(ids_bL[:, 0], ids_bL[:, 1:])
         everyone = len(rows) == len(self.rows)
         self.cache.rollback(torch.zeros_like(length_b), rows_b)
-        output = run_draft(self.target, self.cache, draft, self.drafter.layer_ids, None if everyone else rows_b)
+        written_b = None if everyone else rows_b
+        output = run_draft(self.target, self.cache, draft, self.drafter.layer_ids, written_b, longest=0)
         self.cache.append(length_b, rows_b)
         last_b1 = (length_b - 1)[:, None]
         aux_b1F, last_b1D = _at_nodes(output.aux, last_b1), _at_nodes(output.last, last_b1)
@@ -269,9 +270,12 @@ class Loop:
         # The token after a prompt is chosen by the exact rule even where drafts are accepted by a lossy one.
         nothing = Draft.chain(keys_b, keys_b.new_zeros(len(answers), 0))
         logits_b1V = self.target.head.logits(last_b1D)
-        root_b = self._verify(answers, nothing, logits_b1V, Noise(keys_b, length_b - 1), seen_bV).next_B
+        verdict = verify(nothing, logits_b1V, self.sampling, Noise(keys_b, length_b - 1), seen_BV=seen_bV)
+        root_b = verdict.next_B
+        host_b2 = torch.stack([root_b, verdict.fault_B], 1).tolist()
+        self._refuse(answers, nothing, [fault for _, fault in host_b2])
         following_bL = torch.cat([ids_bL[:, 1:], root_b[:, None]], 1).scatter(1, last_b1, root_b[:, None])
-        for answer, token in zip(answers, root_b.tolist(), strict=True):
+        for answer, (token, _) in zip(answers, host_b2, strict=True):
             answer.emit([token], self.target.eos_ids)
         self.finished += [answer for answer in answers if answer.finish_reason]
         self.watch.lap("ttft")
@@ -303,6 +307,7 @@ class Loop:
             before.count_B.index_copy(0, rows_b, first.count_B),
         )
         root_B = state.root_B.index_copy(0, rows_b, first.tokens_Bn[:, 0])
+        self._set_ends()
         self._set_state(root_B, state.keys_B.index_copy(0, rows_b, keys_b), new_tokens)
 
 
@@ -317,13 +322,13 @@ def _emitted_tokens(draft: Draft, verdict: Verdict) -> Tensor:
 
 def _to_host(draft: Draft, verdict: Verdict, tokens_BD: Tensor) -> list[_HostRow]:
     """Copy all that the host needs of a round from the device, in one transfer."""
-    counts_B2 = torch.stack([verdict.accepted_B, draft.nodes_B], 1)
+    counts_B3 = torch.stack([verdict.fault_B, verdict.accepted_B, draft.nodes_B], 1)
     levels = [] if draft.is_chain else [draft.levels_BD]
     rows, width = [], tokens_BD.shape[1]
-    for accepted, nodes, *rest in torch.cat([counts_B2, tokens_BD, *levels], 1).tolist():
+    for fault, accepted, nodes, *rest in torch.cat([counts_B3, tokens_BD, *levels], 1).tolist():
         deep = rest[width:]
         deep = deep[: deep.index(0)] if 0 in deep else deep
-        rows.append(_HostRow(accepted, nodes - 1, rest[: accepted + 1], tuple(deep)))
+        rows.append(_HostRow(fault, accepted, nodes - 1, rest[: accepted + 1], tuple(deep)))
     return rows
 
 

@@ -71,9 +71,9 @@ def _limit(target: Target) -> float:
         return 1e-3
     ids_1L = _ids(target, 1, 12)
     cache = KVCache.for_target(target, 1, 12)
-    run_draft(target, cache, Draft.chain(ids_1L[:, 0], ids_1L[:, 1:8]))
+    run_draft(target, cache, Draft.chain(ids_1L[:, 0], ids_1L[:, 1:8]), longest=0)
     cache.append(8)
-    states = run_draft(target, cache, Draft.chain(ids_1L[:, 8], ids_1L[:, 9:])).last[0]
+    states = run_draft(target, cache, Draft.chain(ids_1L[:, 8], ids_1L[:, 9:]), longest=8).last[0]
     whole_LD = target.forward(ids_1L).last[0]
     differences = _differences(states, whole_LD[8:])
     for length in _PREFIXES:
@@ -88,12 +88,12 @@ def _tree_error(target: Target) -> float:
     ids_BL = _ids(target, len(lengths), width + len(_PARENTS))
     lengths_B = torch.tensor(lengths, device=target.device)
     cache = KVCache.for_target(target, len(lengths), width + len(_PARENTS))
-    run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:width]))
+    run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:width]), longest=0)
     cache.append(lengths_B)
     parents_BN = torch.tensor(_PARENTS, device=target.device).expand(len(lengths), -1)
     nodes_BN = ids_BL[:, width:]
     tree = Draft(nodes_BN, parents_BN, torch.full_like(lengths_B, len(_PARENTS)))
-    states_BND = run_draft(target, cache, tree).last
+    states_BND = run_draft(target, cache, tree, longest=width).last
     errors = []
     for row, length in enumerate(lengths):
         for node in range(len(_PARENTS)):

@@ -8,6 +8,7 @@ Shapes: N nodes, node 0 is the root.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -110,6 +111,14 @@ class StaticTree:
     def levels(self) -> tuple[int, ...]:
         """Nodes at depth 1, 2, ..."""
         return tuple(sum(len(path) == d for path in self.choices) for d in range(1, self.depth + 1))
+
+    @cached_property
+    def most_children(self) -> tuple[int, ...]:
+        """The most children of a node at depth 0, 1, ...; 0 at the last one."""
+        children = Counter(path[:-1] for path in self.choices)
+        return tuple(
+            max((n for path, n in children.items() if len(path) == d), default=0) for d in range(self.depth + 1)
+        )
 
     def cut(self, depth: int) -> "StaticTree":
         """Return the tree without the nodes deeper than `depth`."""

@@ -11,6 +11,7 @@ Shapes: B rows, N nodes, K drafted tokens of a chain, C children of a node, D no
 vocab, W draft vocab.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,12 +39,13 @@ class Verdict:
     """The tokens that a round emits: the accepted ones, then one of the target's own.
 
     path_BD: nodes from the root (node 0) down the accepted path, padded with -1.
-    accepted_B: number of accepted draft tokens. next_B: the correction or bonus token.
+    accepted_B: number of accepted draft tokens. next_B: the correction or bonus token. fault_B: what `refuse` reads.
     """
 
     path_BD: Tensor
     accepted_B: Tensor
     next_B: Tensor
+    fault_B: Tensor
 
 
 @dataclass(frozen=True)
@@ -116,16 +118,26 @@ def is_broken(drafted: Drafted, first: bool) -> Tensor:
     return drafted.known & ~(possible & (drafted.q < torch.inf))
 
 
-def refuse_broken(depth_B: Tensor) -> None:
-    """Raise UserError if a draft distribution is broken; depth_B: the depth of the first in each row, 0 where none is.
+def refuse(faults: Sequence[int], nodes: int) -> None:
+    """Raise what `verify` found in a draft of so many nodes; faults: the rows' `Verdict.fault_B`, on the host by now.
 
-    Decoding on would be silently wrong: every comparison with NaN is false, and the residual would be NaN too.
+    0 is none; node - nodes, which is negative, the first node at which the target's logits are not finite (NotFinite); else the
+    depth of the first token whose draft distribution is broken (UserError). Decoding on would be silently wrong: every comparison
+    with NaN is false, and the residual would be NaN too.
     """
-    if bool((depth_B > 0).any()):
+    for row, fault in enumerate(faults):
+        if fault < 0:
+            raise NotFinite(row, nodes + fault)
+    if depths := [fault for fault in faults if fault]:
         raise UserError(
-            f"The draft head's distribution of the token at depth {int(depth_B[depth_B > 0].min())} is no distribution (NaN, infinite, or 0 "
+            f"The draft head's distribution of the token at depth {min(depths)} is no distribution (NaN, infinite, or 0 "
             "for the token it drafted): its weights are damaged or it overflows; draft in float32, or train it again."
         )
+
+
+def _none(flags: Tensor) -> bool:
+    """Return whether nothing is left to do for any row; never on a GPU, where asking takes a wait and the work changes nothing."""
+    return flags.device.type == "cpu" and not bool(flags.any())
 
 
 def residual(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None) -> Tensor:
@@ -154,7 +166,7 @@ def accept_child(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None, children: C
     for i in range(children.node_BC.shape[1]):
         node_B, token_B, uniform_B = (x[:, i] for x in children)
         open_B = (child_B < 0) & (node_B >= 0)
-        if not bool(open_B.any()):
+        if _none(open_B):
             break
         drafted = look_up(q_BW, token_B, vocab_W)
         broken_B |= open_B & is_broken(drafted, first=i == 0)
@@ -162,7 +174,7 @@ def accept_child(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None, children: C
         accepted_B = open_B & (uniform_B * drafted.q < p_BV.gather(1, token_B[:, None])[:, 0])
         child_B = torch.where(accepted_B, node_B, child_B)
         rejected_B1 = (open_B & ~accepted_B)[:, None]
-        if bool(rejected_B1.any()):
+        if not _none(rejected_B1):
             left_BV, rest_BW = reject(p_BV, q_BW, drafted.column, vocab_W)
             p_BV, q_BW = torch.where(rejected_B1, left_BV, p_BV), torch.where(rejected_B1, rest_BW, q_BW)
             broken_B |= p_BV[:, 0].isnan()
@@ -180,28 +192,27 @@ def verify(
     """Verify a draft against the target's logits at every node (of the token after the node).
 
     typical: accept by this lossy rule instead of the lossless one. seen_BV: bool, the tokens of the text so far, the root
-    included; a repetition penalty needs them, and adds those on the path to each node. Raises NotFinite for logits at
-    any node, accepted or not, and UserError where a distribution of the draft holds NaN, infinity or 0 for its token.
+    included; a repetition penalty needs them, and adds those on the path to each node. Logits that are not finite at any node,
+    accepted or not, and a distribution of the draft that holds NaN, infinity or 0 for its token are faults: see `refuse`.
     """
     if sampling.greedy and sampling.repetition_penalty == 1:
         largest_BN, choice_BN = top1(logits_BNV)
-        _check_finite(draft, largest_BN)
-        return _matching(draft, choice_BN)
-    _check_finite(draft, logits_BNV.amax(-1))
+        return _matching(draft, choice_BN, _not_finite(draft, largest_BN))
+    fault_B = _not_finite(draft, logits_BNV.amax(-1))
     if sampling.repetition_penalty != 1:
         assert seen_BV is not None
         logits_BNV = penalize_nodes(draft, logits_BNV, seen_BV, sampling.repetition_penalty)
     if sampling.greedy:  # by either rule
-        return _matching(draft, top1(logits_BNV)[1])
+        return _matching(draft, top1(logits_BNV)[1], fault_B)
     if typical is not None:
-        return _typical(draft, logits_BNV, sampling, typical)
+        return _typical(draft, logits_BNV, sampling, typical, fault_B)
     if not draft.is_chain:
-        return _sampled_tree(draft, logits_BNV, sampling, noise)
-    if draft.draft_probs_BMW is None:
+        return _sampled_tree(draft, logits_BNV, sampling, noise, fault_B)
+    if draft.draft_probs_BMW is None or draft.tokens_BN.shape[1] == 1:
         uniform_BN = noise.draw(EMIT, logits_BNV.shape[1])
         choices = draw(probs(logits_BNV, sampling).flatten(0, 1), uniform_BN.flatten())
-        return _matching(draft, choices.view(uniform_BN.shape))
-    return _sampled_chain(draft, logits_BNV, sampling, noise)
+        return _matching(draft, choices.view(uniform_BN.shape), fault_B)
+    return _sampled_chain(draft, logits_BNV, sampling, noise, fault_B)
 
 
 def penalize_nodes(draft: Draft, logits_BNV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
@@ -220,34 +231,32 @@ def penalize_nodes(draft: Draft, logits_BNV: Tensor, seen_BV: Tensor, penalty: f
     return penalized_BNV.scatter_(2, path_BNN, weaken(logits_BNV.gather(2, path_BNN), penalty))
 
 
-def _check_finite(draft: Draft, largest_BN: Tensor) -> None:
-    """Raise NotFinite at the first node whose largest logit is no number; NaN counts as larger than any."""
-    finite_BN = largest_BN.isfinite()
-    if not bool(finite_BN.all()) and bool((bad_BN := draft.valid_BN & ~finite_BN).any()):
-        row, node = bad_BN.nonzero()[0].tolist()
-        raise NotFinite(row, node)
+def _not_finite(draft: Draft, largest_BN: Tensor) -> Tensor:
+    """Return [B] the faults of nodes whose largest logit is no number; NaN counts as larger than any."""
+    bad_BN = draft.valid_BN & ~largest_BN.isfinite()
+    return (bad_BN * numbers(-bad_BN.shape[1], 0, bad_BN.device)).amin(1)
 
 
-def _matching(draft: Draft, choice_BN: Tensor) -> Verdict:
+def _matching(draft: Draft, choice_BN: Tensor, fault_B: Tensor) -> Verdict:
     """Accept nodes that hold the token which the target chose after their parent; all nodes at once.
 
     For greedy drafts and deterministic chains. Of equal siblings in a greedy tree, that of the longer path is accepted.
     """
     if draft.tokens_BN.shape[1] == 1:  # the target alone
-        return Verdict(torch.zeros_like(choice_BN), torch.zeros_like(choice_BN[:, 0]), choice_BN[:, 0])
+        return Verdict(torch.zeros_like(choice_BN), torch.zeros_like(choice_BN[:, 0]), choice_BN[:, 0], fault_B)
     if draft.is_chain:
         match_BN = F.pad(draft.tokens_BN[:, 1:] == choice_BN[:, :-1], (1, 0))
     else:
         match_BN = draft.tokens_BN == choice_BN.gather(1, draft.parents_BN.clamp(min=0))
     end = _deepest(draft, match_BN)
-    return Verdict(end.path_BD, end.accepted_B, choice_BN.gather(1, end.node_B[:, None])[:, 0])
+    return Verdict(end.path_BD, end.accepted_B, choice_BN.gather(1, end.node_B[:, None])[:, 0], fault_B)
 
 
-def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
+def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, fault_B: Tensor) -> Verdict:
     """Accept x ~ q if u q(x) < p(x), at all positions at once; at the first rejection sample the residual, else p."""
     assert draft.draft_probs_BMW is not None
     rows, nodes = draft.tokens_BN.shape
-    row = torch.arange(rows, device=logits_BNV.device)
+    row = numbers(0, rows, logits_BNV.device)
     p_BNV = probs(logits_BNV, sampling)
     token_BK, valid_BK = draft.tokens_BN[:, 1:], draft.valid_BN[:, 1:]
     draft_probs_BKW = draft.draft_probs_BMW[:, : nodes - 1]
@@ -259,27 +268,27 @@ def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: 
 
     weights_BV = p_BNV[row, end.node_B]
     rejected_B = F.pad(drawn_BK, (0, 1))[row, end.node_B]
-    depth_K = torch.arange(1, nodes, device=row.device)
+    depth_K = numbers(1, nodes, row.device)
     broken_BK = valid_BK & is_broken(drafted, first=True)
-    if bool(rejected_B.any()):
+    if not _none(rejected_B):
         q_BW = draft_probs_BKW[row, end.node_B.clamp(max=nodes - 2)]
         left_BV = residual(weights_BV, q_BW, draft.vocab_W)
         weights_BV = torch.where(rejected_B[:, None], left_BV, weights_BV)
         broken_BK |= (depth_K == end.node_B[:, None] + 1) & weights_BV[:, :1].isnan()
-    refuse_broken(torch.where(broken_BK, depth_K, 0))
-    return Verdict(end.path_BD, end.accepted_B, draw(weights_BV, noise.draw(EMIT, 1)[:, 0]))
+    depth_B = torch.where(broken_BK, depth_K, nodes).amin(1)
+    fault_B = torch.where((fault_B == 0) & (depth_B < nodes), depth_B, fault_B)
+    return Verdict(end.path_BD, end.accepted_B, draw(weights_BV, noise.draw(EMIT, 1)[:, 0]), fault_B)
 
 
-def _sampled_tree(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise) -> Verdict:
+def _sampled_tree(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, fault_B: Tensor) -> Verdict:
     """Walk down from the root, a level of all rows at a time; only nodes on the way need their distributions."""
     rows, nodes = draft.tokens_BN.shape
-    row = torch.arange(rows, device=logits_BNV.device)
-    node_B = torch.zeros_like(row)
-    next_B, broken_B = node_B, node_B
+    row = numbers(0, rows, logits_BNV.device)
+    next_B = node_B = torch.zeros_like(row)
     walking_B = torch.ones_like(row, dtype=torch.bool)
     accept_BN, emit_BN = noise.draw(ACCEPT, nodes), noise.draw(EMIT, nodes)
     path = [node_B]
-    for depth in range(1, nodes + 1):
+    for depth in range(1, draft.most_depth + 2):
         p_BV = probs(logits_BNV[row, node_B], sampling)
         child_BN = draft.valid_BN & (draft.parents_BN == node_B[:, None]) & walking_B[:, None]
         if draft.draft_probs_BMW is None:
@@ -288,30 +297,29 @@ def _sampled_tree(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: N
             child_B = torch.where(match_BN.any(1), match_BN.int().argmax(1), -1)
         else:
             q_BW = draft.draft_probs_BMW[row, node_B.clamp(max=draft.draft_probs_BMW.shape[1] - 1)]
-            choice = accept_child(p_BV, q_BW, draft.vocab_W, _in_order(draft, child_BN, accept_BN))
+            most = nodes - 1 if draft.tree is None else draft.tree.most_children[depth - 1]
+            choice = accept_child(p_BV, q_BW, draft.vocab_W, _in_order(draft, child_BN, accept_BN, most))
             child_B, token_B = choice.child_B, draw(choice.p_BV, emit_BN[:, 0])
-            broken_B = torch.where(choice.broken_B & (broken_B == 0), depth, broken_B)
+            fault_B = torch.where(choice.broken_B & (fault_B == 0), depth, fault_B)
         next_B = torch.where(walking_B, token_B, next_B)
         walking_B = child_B >= 0
-        if not bool(walking_B.any()):
+        if depth > draft.most_depth or _none(walking_B):
             break
         node_B = torch.where(walking_B, child_B, node_B)
         path.append(child_B)
-    refuse_broken(broken_B)
     path_BD = torch.stack(path, 1)
-    return Verdict(path_BD, (path_BD >= 0).sum(1) - 1, next_B)
+    return Verdict(path_BD, (path_BD >= 0).sum(1) - 1, next_B, fault_B)
 
 
-def _in_order(draft: Draft, child_BN: Tensor, uniform_BN: Tensor) -> Children:
-    """Collect each row's children `child_BN` in the order of their numbers, each with its own uniform."""
-    count_B = child_BN.sum(1)
-    node_BC = child_BN.int().argsort(dim=1, descending=True, stable=True)[:, : int(count_B.max())]
-    padding_BC = torch.arange(node_BC.shape[1], device=count_B.device) >= count_B[:, None]
+def _in_order(draft: Draft, child_BN: Tensor, uniform_BN: Tensor, most: int) -> Children:
+    """Collect each row's children `child_BN`, at most `most`, in the order of their numbers, each with its own uniform."""
+    node_BC = child_BN.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    padding_BC = numbers(0, most, child_BN.device) >= child_BN.sum(1)[:, None]
     token_BC, uniform_BC = draft.tokens_BN.gather(1, node_BC), uniform_BN.gather(1, node_BC)
     return Children(node_BC.masked_fill(padding_BC, -1), token_BC, uniform_BC)
 
 
-def _typical(draft: Draft, logits_BNV: Tensor, sampling: Sampling, rule: Typical) -> Verdict:
+def _typical(draft: Draft, logits_BNV: Tensor, sampling: Sampling, rule: Typical, fault_B: Tensor) -> Verdict:
     """Accept the longest path of typical tokens, of equals the largest sum of log p; then emit the argmax."""
     row = torch.arange(len(logits_BNV), device=logits_BNV.device)
     p_BNV = probs(logits_BNV, sampling)
@@ -323,7 +331,7 @@ def _typical(draft: Draft, logits_BNV: Tensor, sampling: Sampling, rule: Typical
     log_p_BN = torch.where(typical_BN, p_BN, 1.0).log().index_fill(1, row.new_zeros(1), 0.0)
     score_BN = (log_p_BN[:, None] * draft.ancestors_BNN).sum(-1)
     end = _deepest(draft, typical_BN, score_BN)
-    return Verdict(end.path_BD, end.accepted_B, p_BNV[row, end.node_B].argmax(-1))
+    return Verdict(end.path_BD, end.accepted_B, p_BNV[row, end.node_B].argmax(-1), fault_B)
 
 
 class _End(NamedTuple):
@@ -351,6 +359,6 @@ def _deepest(draft: Draft, fine_BN: Tensor, score_BN: Tensor | None = None) -> _
     on_path_BN = draft.ancestors_BNN[torch.arange(len(best_B), device=best_B.device), best_B]
     # Parents come before their children, so the nodes of a path ascend.
     order_BN = on_path_BN.int().argsort(dim=1, descending=True, stable=True)
-    levels = nodes if draft.tree is None else draft.tree.depth + 1
+    levels = draft.most_depth + 1
     path_BD = torch.where(node_N[:levels] <= accepted_B[:, None], order_BN[:, :levels], -1)
     return _End(path_BD, accepted_B, best_B)

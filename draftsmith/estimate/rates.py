@@ -141,7 +141,7 @@ class _Bench:
         sampling = replace(self.recipe.answers.sampling, repetition_penalty=1.0)  # there are no texts to look back at
 
         def job() -> None:
-            logits_BNV = target.head.logits(run_draft(target, cache, draft).last)
+            logits_BNV = target.head.logits(run_draft(target, cache, draft, longest=self.context).last)
             verify(draft, logits_BNV, sampling, Noise(keys_B, cache.lengths_B))
 
         return texts * tokens * self.shape.step_flops(self.context) / _time(job, target.device)

@@ -231,7 +231,7 @@ def _prefill(
 ) -> Prompts:
     """Read the context into every row of the cache; return it as prompts for a drafter."""
     ids_BL = torch.tensor([list(context_ids)] * rows, device=target.device)
-    output = run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:]), layer_ids)
+    output = run_draft(target, cache, Draft.chain(ids_BL[:, 0], ids_BL[:, 1:]), layer_ids, longest=0)
     cache.append(ids_BL.shape[1])
     new_tokens = NewTokens(torch.roll(ids_BL, -1, 1), output.aux, output.last, cache.lengths_B)
     return Prompts(torch.arange(rows, device=target.device), ids_BL, cache.lengths_B, new_tokens)
@@ -249,7 +249,7 @@ def _verify_jobs(
 
         def job() -> object:
             # All of what a round does between the draft and the verdict.
-            output = run_draft(target, cache, Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]))
+            output = run_draft(target, cache, Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), longest=len(context_ids))
             return target.head.logits(output.last)
 
         return job

@@ -69,7 +69,8 @@ def padded(paths: list[list[int]]) -> Tensor:
 
 
 def forward(cache: KVCache, tokens_BN: Tensor, rows_b: Tensor | None = None) -> None:
-    cache.stage(tokens_BN.shape[1], rows_b)
+    lengths_B = cache.lengths_B if rows_b is None else cache.lengths_B[rows_b]
+    cache.stage(tokens_BN.shape[1], int(lengths_B.max()), rows_b)
     write(cache, tokens_BN)
 
 
@@ -106,7 +107,7 @@ def test_random_operations_equal_a_list_of_tokens(seed: int) -> None:
         tokens, counts = torch.randint(100, (rows, 3)), [rng.randrange(4) for _ in range(rows)]
         forward(cache, tokens)
         cache.append(torch.tensor(counts))
-        cache.stage(2, skip=1)
+        cache.stage(2, int(cache.lengths_B.max()), skip=1)
         write(cache, torch.randint(100, (rows, 2)))
         for row, count in enumerate(counts):
             texts[row] += tokens[row, :count].tolist()
@@ -145,7 +146,7 @@ def test_rows_leave_without_a_second_buffer() -> None:
 
 def test_more_entries_than_slots_are_noticed() -> None:
     with pytest.raises(AssertionError, match="9 slots, but the cache has 8"):
-        KVCache(SHAPES, 1, 8).stage(9)
+        KVCache(SHAPES, 1, 8).stage(9, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,7 @@
 """The edges of `verify`; its distribution is tested in test_verify_distributions.py."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 from draftsmith.decoder import verify as verifier
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.sampling import DRAFT, EMIT, Sampling, draw, draw_children, probs, uniforms
-from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict, verify
+from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict
 from draftsmith.errors import UserError
 
 pytestmark = pytest.mark.full
@@ -51,6 +52,13 @@ class Toy:
 
 def no_noise(rows: int) -> Noise:
     return Noise(torch.arange(rows) * 7919, torch.zeros(rows, dtype=torch.long))
+
+
+def verify(draft: Draft, *arguments: Any) -> Verdict:
+    """Verify, and raise what was found."""
+    verdict = verifier.verify(draft, *arguments)
+    verifier.refuse(verdict.fault_B.tolist(), draft.tokens_BN.shape[1])
+    return verdict
 
 
 def facts(verdict: Verdict) -> list[object]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoder.cache import KVCache, run_draft
-from draftsmith.decoder.draft import DecodeState, Draft, Prompts
+from draftsmith.decoder.draft import DecodeState, Draft, Prompts, numbers
 from draftsmith.decoder.growth import chain_token_by_token
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
@@ -28,6 +28,8 @@ class DraftModel:
     layer_ids: tuple[int, ...] = ()
     cache: KVCache
     """Keys and values of the batch at work, from `start` on."""
+    _length = 0
+    """Tokens of the last draft."""
 
     def __init__(
         self, model: Target, num_speculative_tokens: int, vocab_size: int, *, greedy_drafts: bool = False
@@ -44,12 +46,12 @@ class DraftModel:
         """Allocate the cache. Raises UserError where the texts do not fit the draft model's context."""
         capacity += self.num_speculative_tokens
         check_context(f"draft model {self.model.path}", self.model.context_length, capacity)
-        self.cache = KVCache.for_target(self.model, rows, capacity)
+        self.cache, self._length = KVCache.for_target(self.model, rows, capacity), 0
 
     def admit(self, prompts: Prompts) -> None:
         """Read the prompts; their first emitted tokens are read with the rows' next proposal."""
         self.cache.rollback(torch.zeros_like(prompts.length_b), prompts.rows_b)
-        self._pass(prompts.ids_bL, prompts.rows_b)
+        self._pass(prompts.ids_bL, 0, prompts.rows_b)
         self.cache.append(prompts.length_b, prompts.rows_b)
 
     def select(self, rows: Tensor) -> None:
@@ -65,11 +67,13 @@ class DraftModel:
             if k == 0:
                 last_BD = self._read(state)
             else:
-                last_BD = self._pass(tokens_B[:, None], longest=state.longest + k)[:, 0]
+                last_BD = self._pass(tokens_B[:, None], state.longest + k)[:, 0]
                 self.cache.append(1)
             return self.model.head.logits(last_BD)[:, : self.width]
 
-        return chain_token_by_token(state, length, next_logits, greedy=self.greedy_drafts, vocab_W=self.vocab_W)
+        draft = chain_token_by_token(state, length, next_logits, greedy=self.greedy_drafts, vocab_W=self.vocab_W)
+        self._length = length
+        return draft
 
     def _read(self, state: DecodeState) -> Tensor:
         """Read the tokens up to the root; return the state [B, D] at the root.
@@ -82,16 +86,17 @@ class DraftModel:
         length_B = state.length_B.clamp(max=cache.capacity - self.num_speculative_tokens - 1)
         cache.rollback(length_B)
         lacks_B = length_B + 1 - cache.lengths_B
-        step_n = torch.arange(int(lacks_B.max()), device=lacks_B.device)
+        # The whole draft was accepted somewhere, or nowhere: there are as many new tokens as the row with the most has.
+        most = 2 if new_tokens.tokens_Bn.shape[1] > self._length > 0 else 1
+        step_n = numbers(0, most, lacks_B.device)
         # New tokens end with the root.
         index_Bn = ((new_tokens.count_B - lacks_B)[:, None] + step_n).clamp(0, new_tokens.tokens_Bn.shape[1] - 1)
-        states_BnD = self._pass(new_tokens.tokens_Bn.gather(1, index_Bn))
+        states_BnD = self._pass(new_tokens.tokens_Bn.gather(1, index_Bn), state.longest + 1 - most)
         cache.append(lacks_B)
-        return states_BnD[torch.arange(len(lacks_B), device=lacks_B.device), lacks_B - 1]
+        return states_BnD[numbers(0, len(lacks_B), lacks_B.device), lacks_B - 1]
 
-    def _pass(self, tokens_Bn: Tensor, rows_b: Tensor | None = None, longest: int | None = None) -> Tensor:
-        """Run the draft model over tokens behind its committed ones; return their states [B, n, D]. longest: see
-        `KVCache.stage`."""
+    def _pass(self, tokens_Bn: Tensor, longest: int, rows_b: Tensor | None = None) -> Tensor:
+        """Run the draft model over tokens behind its committed ones; return their states [B, n, D]."""
         known_Bn = readable(self.model, tokens_Bn)
         draft = Draft.chain(known_Bn[:, 0], known_Bn[:, 1:])
         return run_draft(self.model, self.cache, draft, rows_b=rows_b, longest=longest).last

@@ -61,7 +61,8 @@ def pack(root_B: Tensor, rows: Sequence[Branches], *, linear: bool) -> Draft:
     tokens_BK = torch.tensor(tokens, dtype=torch.long, device=root_B.device)
     parents_BN = torch.tensor(parents, device=root_B.device)
     nodes_B = torch.tensor([1 + len(row.tokens) for row in rows], device=root_B.device)
-    return Draft(torch.cat([root_B[:, None], tokens_BK], 1), parents_BN, nodes_B, linear=linear)
+    depth = longest if linear else max((depth for row in rows for depth in row.depths), default=0)
+    return Draft(torch.cat([root_B[:, None], tokens_BK], 1), parents_BN, nodes_B, linear=linear, depth=depth)
 
 
 class TextDrafter:

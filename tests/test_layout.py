@@ -338,6 +338,7 @@ OTHERS = {
     "are not the target's own": "what is served is to be changed, not the recipe",
     "emulates bf16": "the keys are filled in",
     "do not quote": "the option is filled in",
+    "which is slow": "the key is filled in",
     "was made for": "the remedy is filled in",
     "is not compared with the original": "the key is filled in",
     "but not exported": "the error that is filled in says what to change",

@@ -217,11 +217,11 @@ def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
 
 def autocast_of(device: torch.device, spec: TrainSpec) -> torch.autocast:
     """Return train.precision as the context that heads compute in."""
-    dtype = _autocast_dtype(device, spec)
+    dtype = autocast_dtype(device, spec)
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
-def _autocast_dtype(device: torch.device, spec: TrainSpec) -> torch.dtype | None:
+def autocast_dtype(device: torch.device, spec: TrainSpec) -> torch.dtype | None:
     """Return the dtype that train.precision stands for on a device, None for no autocast."""
     if spec.precision == "auto":
         return torch.bfloat16 if faster_in_bf16(device) else None
@@ -239,7 +239,7 @@ def prepare(
 
     From here on the head computes in train.precision whoever calls it; its weights are fp32 in every mode.
     """
-    if _autocast_dtype(accelerator.device, spec) is not None:
+    if autocast_dtype(accelerator.device, spec) is not None:
         head.forward = autocast_of(accelerator.device, spec)(head.forward)  # type: ignore[method-assign]
     if accelerator.is_fsdp2:
         # The frozen embedding is the target's own memory: sharding it would copy it and gather it at every step.

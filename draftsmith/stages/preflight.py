@@ -2,13 +2,17 @@
 
 import torch
 
+from draftsmith.data.features.store import readable_bytes
 from draftsmith.errors import UserError
+from draftsmith.estimate.counting import HeadCost
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
 from draftsmith.heads.formats.layout import engines_notice, find_layout, layouts_of
+from draftsmith.heads.layers.decoder_layer import EagleAttention
+from draftsmith.heads.layers.ttt_attention import why_eager
 from draftsmith.heads.vocab import choose_draft_vocab
-from draftsmith.machine import emulates_bf16
+from draftsmith.machine import available_memory, emulates_bf16
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.data import look_at
@@ -25,7 +29,9 @@ from draftsmith.stages.exporting import check_adapter, export_options
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import always_drafted, initial_head
 from draftsmith.storage import check_folder
-from draftsmith.train.parallel import check_launch
+from draftsmith.target.shape import shape_of
+from draftsmith.target.target import Target
+from draftsmith.train.parallel import autocast_dtype, check_launch
 from draftsmith.train.trackers import check_installed
 
 
@@ -57,6 +63,8 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
         look_at(session, conversations_of(session), learned=False)
         check_named_drafters(recipe)
     untrained = _check_initial_head(session, exporting=command == "run") if making else None
+    if untrained is not None:
+        _check_attention(session, untrained if learning else None)
     _warn_of_slow_dtypes(session, making, learning, evaluating)
     _warn_of_settings_without_effect(recipe, making, learning)
     if not evaluating:
@@ -109,6 +117,52 @@ def _warn_of_slow_dtypes(session: Session, making: bool, learning: bool, evaluat
             "warning: this CPU emulates bf16, which takes ten times as long as fp32 or more: set "
             f"{' and '.join(changes)}."
         )
+
+
+def _check_attention(session: Session, head: DraftHead | None) -> None:
+    """Warn where attention on a GPU keeps the scores of all pairs of tokens. Raises UserError where these do not fit there. head: the
+    one that is trained, None for an extraction."""
+    target, recipe = session.target, session.recipe
+    if target.device.type != "cuda":
+        return
+    if target.config._attn_implementation == "eager":
+        tokens = min(recipe.data.max_length, target.context_length)
+        asked = recipe.target.attn_implementation == "eager"
+        why, remedy = (
+            ("target.attn_implementation is eager", "set it to sdpa") if asked else ("its class has no other", "")
+        )
+        size = 4 * target.config.num_attention_heads * tokens**2
+        _say_eager(
+            f"The target's attention is eager ({why})",
+            size,
+            f"a text of {tokens} tokens",
+            remedy,
+            "data.max_length",
+            target,
+        )
+    parts = [] if head is None else [part for part in head.modules() if isinstance(part, EagleAttention)]
+    dtype = autocast_dtype(target.device, recipe.train) or torch.float32
+    if head is None or not parts or (slow := why_eager(parts[0].head_dim, dtype, target.device)) is None:
+        return
+    tokens, rows = recipe.train.row_tokens, recipe.train.rows
+    cost = HeadCost(head.method, head.options, shape_of(target.model.config, target.dtype.itemsize), target.path)
+    # Of the FLOPs of causal attention, seven products for half of all pairs.
+    scores = cost.of_text(1, tokens - 1, recipe.train.loss).attention / (7 * parts[0].head_dim)
+    what = f"The head's attention runs without the GPU's flash kernel ({slow[0]})"
+    where = f"{rows} rows of {tokens} tokens"
+    _say_eager(what, int(rows * scores * dtype.itemsize), where, slow[1], "train.rows or train.row_tokens", target)
+
+
+def _say_eager(what: str, size: int, where: str, remedy: str, smaller: str, target: Target) -> None:
+    """Warn of `size` bytes of scores; raise UserError where there is no room for them. remedy, smaller: what to do, and what to
+    lower."""
+    free = available_memory(target.device)
+    kept = f"{what} and keeps all scores, {readable_bytes(size)} or more for {where}"
+    if size > free:
+        raise UserError(
+            f"{kept}, but {target.device} has {readable_bytes(free)} free: {remedy and f'{remedy}, or '}lower {smaller}."
+        )
+    say(f"warning: {kept}, which is slow: {remedy or f'lower {smaller} where memory is short'}.")
 
 
 def _check_initial_head(session: Session, exporting: bool) -> DraftHead:

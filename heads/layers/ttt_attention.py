@@ -16,6 +16,7 @@ documents end to end, in bf16 or fp16.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,8 +28,15 @@ from draftsmith.target.kernels import without_autocast
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_gpu_forward = torch.ops.aten._flash_attention_forward
-_gpu_backward = torch.ops.aten._flash_attention_backward
+_gpu_forward: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
+_gpu_backward: Any = getattr(torch.ops.aten, "_flash_attention_backward", None)
+_IN_ORDER = "cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
+_ARGUMENTS = {
+    "_flash_attention_forward": f"query key value {_IN_ORDER} return_debug_mask",
+    "_flash_attention_backward": f"grad_out query key value out logsumexp {_IN_ORDER} rng_state unused",
+}
+"""What a GPU's operations, which are private to torch, are handed by place here; and by name:"""
+_OPTIONS = {"scale", "window_size_left", "window_size_right"}
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,9 @@ def ttt_attention(
         # fp32 whatever the autocast: on CPUs the kernel is faster in it than in bf16 up to about 500 tokens.
         q, k, v, own_k, own_v = (x.float() for x in inputs)
         return merged_attention(q, k, v, own_k, own_v, plan, scale).to(dtype)
+    shapes_alone = q_RHD.device.type == "meta"
     # Where no document has two tokens the kernel would choose another layout, and there is nothing to save.
-    if q_RHD.device.type == "meta" or (gpu_kernel_takes(q_RHD) and any(tokens > 1 for _, tokens in plan.spans)):
+    if shapes_alone or (why_eager(q_RHD.shape[-1], dtype, q_RHD.device) is None and any(n > 1 for _, n in plan.spans)):
         q, k, v, own_k, own_v = (x.to(dtype) for x in inputs)
         return merged_attention(q, k, v, own_k, own_v, plan, scale)
     return eager_ttt_attention(*inputs, plan, scale)
@@ -165,18 +174,38 @@ def _diagonal_backward(
     return d_q_RHD, d_k_SRGD, torch.einsum("srgp,rgpd->srgd", p_SRGP, g_RGPD)
 
 
-def gpu_kernel_takes(q_RHD: Tensor) -> bool:
-    """Return whether a GPU's flash kernel takes these queries, forward and backward: half precision, on Ampere or later.
+def why_eager(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[str, str] | None:
+    """Return why a GPU's flash kernel does not take queries of this size and dtype, forward and backward, and what to change; None
+    where it takes them: in half precision, on Ampere or later.
 
     Heads of more than 192 are left to the chips of data centres, as in torch's own choice of kernels.
     """
-    D = q_RHD.shape[-1]
-    if q_RHD.dtype not in (torch.bfloat16, torch.float16) or D % 8 or D > 256:
-        return False
-    if q_RHD.device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
-        return False
-    major, minor = torch.cuda.get_device_capability(q_RHD.device)
-    return major >= 8 and (D <= 192 or (major in (8, 9, 10) and minor == 0))
+    if device.type != "cuda" or not torch.backends.cuda.is_flash_attention_available():
+        return f"torch {torch.__version__} has none for {device.type}", "install a build of torch with flash attention"
+    if not _operations_are_known():
+        return f"that of torch {torch.__version__} takes other arguments", "install the torch of constraints.txt"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"{torch.cuda.get_device_name(device)} is older than Ampere", "take a newer GPU"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes no {str(dtype).removeprefix('torch.')}", "set train.precision to bf16"
+    most = 256 if major in (8, 9, 10) and minor == 0 else 192
+    if head_dim % 8 or head_dim > most:
+        return f"head.head_dim is {head_dim}", f"choose a multiple of 8, {most} at most"
+    return None
+
+
+@cache
+def _operations_are_known() -> bool:
+    """Whether this torch's private operations take the arguments that they are handed here."""
+    for name, known in _ARGUMENTS.items():
+        operation = getattr(torch.ops.aten, name, None)
+        taken = () if operation is None else operation.default._schema.arguments
+        if [one.name for one in taken if not one.kwarg_only] != known.split():
+            return False
+        if not {one.name for one in taken if one.kwarg_only} >= _OPTIONS:
+            return False
+    return True
 
 
 def causal_attention(q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, plan: RowPlan, scale: float) -> Attended:

@@ -18,6 +18,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.registry import Method, methods
 from draftsmith.recipe.parse import parse_recipe
+from draftsmith.stages import preflight as preflight_module
 from draftsmith.stages.data import answer_inputs
 from draftsmith.stages.evaluation import prompts_of
 from draftsmith.stages.preflight import preflight
@@ -26,6 +27,7 @@ from draftsmith.stages.training import initial_head, train_inputs
 from draftsmith.target.target import Target
 from tests.helpers import save_target, tiny_tokenizer
 from tests.models import tiny_model
+from tests.pretended_gpu.cuda import pretended_gpu
 from tests.workplace import make_workplace
 
 pytestmark = pytest.mark.full
@@ -244,6 +246,44 @@ def test_bf16_on_a_processor_without_it_is_warned_of(
     preflight(session_of(workplace, tmp_path, "medusa", {}, "--target.device=cpu", *words), "run")
     found = [line for line in capsys.readouterr().err.splitlines() if "emulates bf16" in line]
     assert [line.rsplit("or more: ")[-1] for line in found] == ([" ".join(expected)] if expected else [])
+
+
+EAGER_HEAD = "The head's attention runs without the GPU's flash kernel (it takes no float32) and keeps all scores, "
+EAGER_TARGET = "The target's attention is eager (target.attn_implementation is eager) and keeps all scores, "
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "free", "said"),
+    [
+        # 3 steps, 2 rows, 4 heads, and the 126 tokens of a row that can be learned from, each with each
+        ("train", "", 10**9, f"warning: {EAGER_HEAD}1.52 MB or more for 2 rows of 128 tokens, which is slow: set train."),
+        ("train", "", 10**6, f"{EAGER_HEAD}1.52 MB or more for 2 rows of 128 tokens, but cuda:0 has 1 MB free: set train.precision to "
+         "bf16, or lower train.rows or train.row_tokens."),
+        ("train", "--train.precision=bf16", 10**6, None),
+        ("extract", "", 10**6, None),
+        ("extract", "--target.attn_implementation=eager", 10**9, f"warning: {EAGER_TARGET}262 KB or more for a text of 128 tokens, which"),
+        ("extract", "--target.attn_implementation=eager", 10**5, f"{EAGER_TARGET}262 KB or more for a text of 128 tokens, but cuda:0 has "
+         "100 KB free: set it to sdpa, or lower data.max_length."),
+    ],
+)  # fmt: skip
+def test_attention_that_keeps_its_scores_on_a_gpu_is_said(
+    command: str, words: str, free: int, said: str | None, workplace: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    with pretended_gpu():
+        monkeypatch.setattr(preflight_module, "available_memory", lambda device: free)
+        session = session_of(
+            workplace, tmp_path, "eagle3", {"ttt_steps": 3, "head_dim": 16}, "--target.device=cuda", *words.split()
+        )
+        if said is not None and not said.startswith("warning"):
+            with pytest.raises(UserError) as refused:
+                preflight(session, command)
+            assert str(refused.value) == said
+            return
+        preflight(session, command)
+    printed = capsys.readouterr().err
+    assert ("attention" in printed) == (said is not None)
+    assert said is None or said in printed
 
 
 @pytest.mark.parametrize(("backend", "module"), [("trackio", "trackio"), ("mlflow", "sqlalchemy")])

@@ -7,7 +7,8 @@ from torch import Tensor
 from draftsmith.heads.layers import row_plan
 from draftsmith.heads.layers import ttt_attention as attention
 from draftsmith.heads.layers.row_plan import plan_rows
-from draftsmith.heads.layers.ttt_attention import eager_ttt_attention, merged_attention, ttt_attention
+from draftsmith.heads.layers.ttt_attention import eager_ttt_attention, merged_attention, ttt_attention, why_eager
+from tests.pretended_gpu.cuda import pretended_gpu
 
 DOCUMENTS = torch.tensor([[0] * 9 + [1] * 5 + [2] * 6 + [-1] * 4, [0] * 24, [3] * 1 + [7] * 20 + [-1] * 3])
 
@@ -137,3 +138,32 @@ def test_autocast_leaves_the_merge_in_fp32():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         inside = ttt_attention(*inputs, plan, 0.4)
     assert torch.equal(inside, plain)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "capability", "reason", "remedy"),
+    [
+        (128, torch.bfloat16, (8, 6), None, None),
+        (256, torch.float16, (9, 0), None, None),
+        (128, torch.float32, (9, 0), "it takes no float32", "set train.precision to bf16"),
+        (20, torch.bfloat16, (9, 0), "head.head_dim is 20", "choose a multiple of 8, 256 at most"),
+        (256, torch.bfloat16, (8, 9), "head.head_dim is 256", "choose a multiple of 8, 192 at most"),
+        (128, torch.float16, (7, 5), "a pretended GPU is older than Ampere", "take a newer GPU"),
+    ],
+)
+def test_what_the_gpus_kernel_does_not_take_is_said(head_dim, dtype, capability, reason, remedy, monkeypatch):
+    with pretended_gpu():
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        found = why_eager(head_dim, dtype, torch.device("cuda"))
+    assert found == (None if reason is None else (reason, remedy))
+
+
+@pytest.mark.parametrize("name", ["_flash_attention_forward", "_flash_attention_backward"])
+def test_a_torch_with_other_flash_operations_is_said(name, monkeypatch):
+    assert attention._operations_are_known(), "those of the torch of constraints.txt"
+    monkeypatch.setitem(attention._ARGUMENTS, name, f"{attention._ARGUMENTS[name]} block_table")
+    attention._operations_are_known.cache_clear()
+    with pretended_gpu():
+        why, _ = why_eager(64, torch.bfloat16, torch.device("cuda"))
+    attention._operations_are_known.cache_clear()
+    assert why == f"that of torch {torch.__version__} takes other arguments"

@@ -28,7 +28,7 @@ from draftsmith.decoder.draft import (
     numbers,
 )
 from draftsmith.decoder.growth import Level, child_uniforms, growth
-from draftsmith.decoder.sampling import DRAFT, draw, draw_children, probs, uniforms
+from draftsmith.decoder.sampling import DRAFT, draw, draw_children, probs
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.heads.base import DraftHead
 
@@ -39,7 +39,7 @@ def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, gree
     if greedy or state.sampling.greedy:
         return Draft.chain(state.root_B, head.target_ids(logits_BKW.argmax(-1)), drafted_B)
     draft_probs_BKW = probs(logits_BKW, state.sampling)
-    uniform_BK = uniforms(state.keys_B, state.length_B, DRAFT, logits_BKW.shape[1])
+    uniform_BK = state.noise.draw(DRAFT, logits_BKW.shape[1])
     drawn_BK = draw(draft_probs_BKW.flatten(0, 1), uniform_BK.flatten()).view_as(uniform_BK)
     return Draft.chain(state.root_B, head.target_ids(drawn_BK), drafted_B, draft_probs_BKW, head.draft_vocab)
 

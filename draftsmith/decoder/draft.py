@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.sampling import Noise, NoiseTable, Sampling
 from draftsmith.decoder.trees import StaticTree
 
 
@@ -192,7 +192,7 @@ class DecodeState:
     root_B: the last token of the text. length_B: its position, which is the number of tokens in the target's cache
     (`KVCache.lengths_B`). limit_B: tokens that may still be emitted. keys_B: keys of the rows' random numbers.
     new_tokens: what joined the text since the last proposal. host_lengths, host_limits: length_B and limit_B of the
-    unfinished rows where the host knows them, which saves waiting for a GPU.
+    unfinished rows where the host knows them, which saves waiting for a GPU. table: random numbers that are at hand.
     """
 
     root_B: Tensor
@@ -203,6 +203,12 @@ class DecodeState:
     sampling: Sampling
     host_lengths: tuple[int, ...] = ()
     host_limits: tuple[int, ...] = ()
+    table: NoiseTable | None = None
+
+    @cached_property
+    def noise(self) -> Noise:
+        """This round's random numbers."""
+        return Noise(self.keys_B, self.length_B, self.table, 0 if self.table is None else self.longest)
 
     @cached_property
     def longest(self) -> int:
@@ -229,6 +235,7 @@ class DecodeState:
             limit_B=self.limit_B[rows],
             keys_B=self.keys_B[rows],
             new_tokens=self.new_tokens.select(rows),
+            table=None,
         )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoder.draft import DecodeState, Draft, listed, numbers
-from draftsmith.decoder.sampling import DRAFT, draw, probs, uniforms
+from draftsmith.decoder.sampling import DRAFT, draw, probs
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 
 
@@ -37,7 +37,7 @@ def chain_token_by_token(
     root); called once for each k, in order. vocab_W: the target ids of their columns, None if they are the same.
     """
     greedy = greedy or state.sampling.greedy
-    uniform_BK = None if greedy else uniforms(state.keys_B, state.length_B, DRAFT, length)
+    uniform_BK = None if greedy else state.noise.draw(DRAFT, length)
     tokens, draft_probs = [state.root_B], []
     for k in range(length):
         logits_BW = next_logits(k, tokens[-1])
@@ -125,7 +125,7 @@ def child_uniforms(state: DecodeState, tree: StaticTree, numbers_m: Tensor) -> T
     tree: before it is cut to this round's depth, so that a row's random numbers do not depend on the other rows.
     """
     children = growth(tree, numbers_m.device).children
-    uniform_BN = uniforms(state.keys_B, state.length_B, DRAFT, (len(tree.choices) + 1) * children)
+    uniform_BN = state.noise.draw(DRAFT, (len(tree.choices) + 1) * children)
     return uniform_BN.unflatten(1, (-1, children))[:, numbers_m]
 
 

@@ -10,7 +10,7 @@ target vocab, X features of a state.
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,9 @@ from torch import Tensor
 from draftsmith.decoder.answers import Decoded, Generation, Request, Round
 from draftsmith.decoder.cache import KVCache, run_draft
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
-from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.sampling import Noise, NoiseTable, Sampling
 from draftsmith.decoder.selfcheck import explain_not_finite
-from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict, refuse, verify
+from draftsmith.decoder.verify import NotFinite, Typical, Verdict, refuse, verify
 from draftsmith.target.kernels import upload
 from draftsmith.target.target import Target, TargetOutput
 
@@ -136,8 +136,7 @@ class Loop:
         if draft.listen is not None:
             draft.listen(logits_BNV)
             watch.lap("draft")
-        noise = Noise(state.keys_B, state.length_B)
-        verdict = verify(draft, logits_BNV, self.sampling, noise, self.typical, self.seen_BV)
+        verdict = verify(draft, logits_BNV, self.sampling, state.noise, self.typical, self.seen_BV)
         tokens_BD = _emitted_tokens(draft, verdict)
         host_rows = _to_host(draft, verdict, tokens_BD)
         self._refuse(self.rows, draft, [row.fault for row in host_rows])
@@ -218,7 +217,14 @@ class Loop:
             self.sampling,
             tuple(answer.tokens_read for answer in active),
             tuple(answer.tokens_left for answer in active),
+            self._noise_table(),
         )
+
+    def _noise_table(self) -> NoiseTable:
+        """Return random numbers for the rows' next round, those at hand where they suffice."""
+        keys, lengths = [a.request.key for a in self.rows], [a.tokens_read for a in self.rows]
+        table = self.state.table
+        return table if table and table.covers(keys, lengths) else NoiseTable(keys, lengths, self.target.device)
 
     def _set_ends(self) -> None:
         """Upload where the rows end; once for each answer that begins or ends."""
@@ -234,6 +240,7 @@ class Loop:
             self.cache.select(keep)
             self.drafter.select(keep)
             self.state, self._ends_B = self.state.select(keep), self._ends_B[keep]
+            self.state = replace(self.state, table=self._noise_table())
             self.seen_BV = None if self.seen_BV is None else self.seen_BV[keep]
             self.watch.lap("other")
         return bool(active)

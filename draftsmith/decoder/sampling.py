@@ -8,7 +8,9 @@ Shapes: B rows, V vocabulary (of target or draft), W draft vocabulary, C childre
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,8 +23,8 @@ states, the sample of rows to learn from, and dropout."""
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _FACTORS = (-4658895280553007687, -7723592293110705685)
-_FEW = 512
-_WORD = (1 << 64) - 1
+_FEW, _AHEAD = 512, 64
+"""A table holds so many numbers of one stream at most for one counter of all rows, and so many counters of each row."""
 
 _BLOCK = 64
 _LARGE = 1 << 14
@@ -174,12 +176,66 @@ def _mix(x: Tensor) -> Tensor:
 
 def uniforms(keys_B: Tensor, counter_B: Tensor, stream: int, count: int) -> Tensor:
     """Return [B, count] float64 uniforms in [0, 1) for (key, counter, stream, index)."""
-    if keys_B.device.type == "cpu" and len(keys_B) * count <= _FEW:
-        # Some thirty small tensor operations take longer than a few numbers in Python.
-        pairs = zip(keys_B.tolist(), counter_B.tolist(), strict=True)
-        numbers = [_few(key, counter, stream, count) for key, counter in pairs]
-        return torch.tensor(numbers, dtype=torch.float64).view(len(keys_B), count)
-    return _many(keys_B, counter_B, stream, count)
+    state_B = _mix(_mix(_mix(keys_B) + counter_B) + stream)
+    index = torch.arange(count, device=keys_B.device)
+    bits_Bn = _mix(state_B[:, None] + index)
+    return _shift(bits_Bn, 11).double() * 2.0**-53
+
+
+class NoiseTable:
+    """The `uniforms` of a few rows for their next counters, made on the host and uploaded once for many rounds: each draw would be
+    a hash of sixty kernels.
+
+    keys, first: of each row, the key and the first counter.
+    """
+
+    def __init__(self, keys: Sequence[int], first: Sequence[int], device: torch.device) -> None:
+        self.keys, self.first, self._device = [*keys], [*first], device
+        self._streams: dict[int, Tensor] = {}
+
+    def covers(self, keys: Sequence[int], counters: Sequence[int]) -> bool:
+        """Return whether it holds these counters of these rows."""
+        pairs = zip(counters, self.first, strict=False)
+        return self.keys == keys and all(0 <= counter - first < _AHEAD for counter, first in pairs)
+
+    def stream(self, stream: int, count: int) -> Tensor | None:
+        """Return [B, counters, at least `count`] uniforms; None where so many are made faster on the device."""
+        if len(self.keys) * count > _FEW:
+            return None
+        if stream not in self._streams or self._streams[stream].shape[2] < count:
+            width = 1 << (count - 1).bit_length() if count else 0
+            counter_BC = torch.tensor(self.first)[:, None] + torch.arange(_AHEAD)
+            keys_BC = torch.tensor(self.keys)[:, None].expand_as(counter_BC)
+            made = uniforms(keys_BC.flatten(), counter_BC.flatten(), stream, width)
+            self._streams[stream] = made.view(*counter_BC.shape, width).to(self._device, non_blocking=True)
+        return self._streams[stream]
+
+    @cached_property
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The numbers of the rows and their first counters, on the device."""
+        first_B = torch.tensor(self.first).to(self._device, non_blocking=True)
+        return torch.arange(len(self.first), device=self._device), first_B
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A round's random numbers: one key per row, and a counter that no later round repeats.
+
+    table: where they are at hand. counter: that of a single row, on the host; with a table only."""
+
+    keys_B: Tensor
+    counter_B: Tensor
+    table: NoiseTable | None = None
+    counter: int = 0
+
+    def draw(self, stream: int, count: int) -> Tensor:
+        """Return [B, count] uniforms of one stream."""
+        if self.table is None or (made_BCn := self.table.stream(stream, count)) is None:
+            return uniforms(self.keys_B, self.counter_B, stream, count)
+        if len(made_BCn) == 1:
+            return made_BCn[:, self.counter - self.table.first[0], :count]
+        row_B, first_B = self.table.rows
+        return made_BCn[row_B, self.counter_B - first_B, :count]
 
 
 def kept(keys_B: Tensor, counter_B: Tensor, stream: int, first: int, count: int, rate: float) -> Tensor:
@@ -193,25 +249,3 @@ def kept(keys_B: Tensor, counter_B: Tensor, stream: int, first: int, count: int,
     index = torch.arange(first // 4, first // 4 - (-count // 4), device=keys_B.device)
     bits_Bn = _mix(state_B[:, None] + index).view(torch.int16)[:, :count]
     return bits_Bn >= round(rate * 2**16) - 2**15
-
-
-def _many(keys_B: Tensor, counter_B: Tensor, stream: int, count: int) -> Tensor:
-    """Compute `uniforms` in tensor operations."""
-    state_B = _mix(_mix(_mix(keys_B) + counter_B) + stream)
-    index = torch.arange(count, device=keys_B.device)
-    bits_Bn = _mix(state_B[:, None] + index)
-    return _shift(bits_Bn, 11).double() * 2.0**-53
-
-
-def _few(key: int, counter: int, stream: int, count: int) -> list[float]:
-    """Compute `uniforms` of one row in Python integers."""
-    state = _mix_word(_mix_word(_mix_word(key) + counter) + stream)
-    return [(_mix_word(state + index) >> 11) * 2.0**-53 for index in range(count)]
-
-
-def _mix_word(x: int) -> int:
-    """Compute `_mix` of an unsigned 64-bit word."""
-    x = (x + _GOLDEN) & _WORD
-    x = ((x ^ (x >> 30)) * _FACTORS[0]) & _WORD
-    x = ((x ^ (x >> 27)) * _FACTORS[1]) & _WORD
-    return x ^ (x >> 31)

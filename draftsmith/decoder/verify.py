@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decoder.draft import Draft, numbers
-from draftsmith.decoder.sampling import ACCEPT, EMIT, Sampling, draw, probs, top1, uniforms, weaken, without
+from draftsmith.decoder.sampling import ACCEPT, EMIT, Noise, Sampling, draw, penalize, probs, top1, weaken, without
 from draftsmith.errors import UserError
 
 
@@ -46,18 +46,6 @@ class Verdict:
     accepted_B: Tensor
     next_B: Tensor
     fault_B: Tensor
-
-
-@dataclass(frozen=True)
-class Noise:
-    """A round's random numbers: one key per row, and a counter that no later round repeats."""
-
-    keys_B: Tensor
-    counter_B: Tensor
-
-    def draw(self, stream: int, count: int) -> Tensor:
-        """Return [B, count] uniforms of one stream."""
-        return uniforms(self.keys_B, self.counter_B, stream, count)
 
 
 @dataclass(frozen=True)
@@ -219,11 +207,15 @@ def penalize_nodes(draft: Draft, logits_BNV: Tensor, seen_BV: Tensor, penalty: f
     """Return `logits_BNV` with the penalty at every node on the tokens `seen_BV` (the root's among them) and on those
     of the path to the node, its own included.
 
-    Few of V tokens are seen, so only their logits are worked out: `penalize` at every node takes five times as long.
+    Few of V tokens are seen, so on a CPU only their logits are worked out: `penalize` at every node takes five times as long. A
+    GPU would wait for their number.
     """
-    row_s, token_s = seen_BV.nonzero(as_tuple=True)
-    penalized_BNV = logits_BNV.clone()
-    penalized_BNV[row_s, :, token_s] = weaken(logits_BNV[row_s, :, token_s], penalty)
+    if logits_BNV.device.type == "cpu":
+        row_s, token_s = seen_BV.nonzero(as_tuple=True)
+        penalized_BNV = logits_BNV.clone()
+        penalized_BNV[row_s, :, token_s] = weaken(logits_BNV[row_s, :, token_s], penalty)
+    else:
+        penalized_BNV = penalize(logits_BNV, seen_BV[:, None], penalty)
     if draft.tokens_BN.shape[1] == 1:
         return penalized_BNV
     # The root's token stands in for those that are not on the path.

@@ -24,7 +24,8 @@ from draftsmith.data.features.index import DTYPES
 from draftsmith.decoder.cache import KVCache, run_draft
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.loop import Stopwatch
-from draftsmith.decoder.verify import Noise, verify
+from draftsmith.decoder.sampling import Noise
+from draftsmith.decoder.verify import verify
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost
 from draftsmith.estimate.figures import Assumptions, Device, Estimate, PlannedTarget, Rates

@@ -16,8 +16,9 @@ from transformers import (
 )
 
 from draftsmith.decoder.sampling import (
+    Noise,
+    NoiseTable,
     Sampling,
-    _many,
     draw,
     draw_children,
     penalize,
@@ -144,15 +145,36 @@ def test_draw_follows_the_weights() -> None:
     assert draw(weights[None], torch.tensor([0.0])).tolist() == [1]
 
 
-@pytest.mark.parametrize("count", [0, 1, 7, 40])
-def test_few_numbers_are_those_of_the_tensor_operations(count: int) -> None:
-    keys = torch.tensor([row_key(0, "a"), row_key(1, "b"), 0, -1, 2**63 - 1, -(2**63)])
-    counters = torch.tensor([0, 5, 2**40, 17, 3, 9])
-    for stream in range(3):
-        few, many = uniforms(keys, counters, stream, count), _many(keys, counters, stream, count)
-        assert few.shape == (6, count)
-        assert few.dtype == many.dtype
-        assert torch.equal(few, many)
+def hashed(key: int, counter: int, stream: int, count: int) -> list[float]:
+    """The hash in Python's integers."""
+
+    def mix(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) % 2**64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+        return x ^ (x >> 31)
+
+    state = mix(mix(mix(key) + counter) + stream)
+    return [(mix(state + index) >> 11) / 2**53 for index in range(count)]
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_numbers_made_in_time_are_those_of_the_hash(rows: int) -> None:
+    keys = [row_key(0, "a"), row_key(1, "b"), 0, -1, 2**63 - 1, -(2**63)][:rows]
+    table = NoiseTable(keys, [0, 5, 2**40, 17, 3, 9][:rows], torch.device("cpu"))
+    for ahead in (0, 1, 40, 63):
+        counters = [first + ahead for first in table.first]
+        assert table.covers(keys, counters)
+        for stream, count in itertools.product(range(3), [0, 1, 7, 40, 200]):
+            expected = [hashed(*pair, stream, count) for pair in zip(keys, counters, strict=True)]
+            for made in (table, None):
+                found = Noise(torch.tensor(keys), torch.tensor(counters), made, counters[0]).draw(stream, count)
+                assert found.shape == (rows, count)
+                assert found.dtype == torch.float64
+                assert found.tolist() == expected
+    assert not table.covers(keys, [*table.first[:-1], table.first[-1] + 64])
+    assert not table.covers(keys, [*table.first[:-1], table.first[-1] - 1])
+    assert not table.covers([*keys[:-1], 7], table.first)
 
 
 def test_noise_is_uniform_and_depends_on_every_part() -> None:

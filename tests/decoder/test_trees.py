@@ -10,9 +10,9 @@ import torch
 
 from draftsmith.decoder import trees
 from draftsmith.decoder.draft import Draft
-from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.sampling import Noise, Sampling
 from draftsmith.decoder.trees import PUBLISHED, DynamicTree, StaticTree, load_tree, read_origin, save_tree
-from draftsmith.decoder.verify import Noise, Typical, Verdict, verify
+from draftsmith.decoder.verify import Typical, Verdict, verify
 from draftsmith.errors import UserError
 
 BUSH = StaticTree.of("bush", [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [0, 0, 0]])

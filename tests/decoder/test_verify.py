@@ -9,8 +9,8 @@ from torch import Tensor
 
 from draftsmith.decoder import verify as verifier
 from draftsmith.decoder.draft import Draft
-from draftsmith.decoder.sampling import DRAFT, EMIT, Sampling, draw, draw_children, probs, uniforms
-from draftsmith.decoder.verify import Noise, NotFinite, Typical, Verdict
+from draftsmith.decoder.sampling import DRAFT, EMIT, Noise, Sampling, draw, draw_children, probs, uniforms
+from draftsmith.decoder.verify import NotFinite, Typical, Verdict
 from draftsmith.errors import UserError
 
 pytestmark = pytest.mark.full

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from draftsmith.decoder import verify as verifier
 from draftsmith.decoder.draft import Draft
-from draftsmith.decoder.sampling import ACCEPT, EMIT, Sampling, draw_children, probs
-from draftsmith.decoder.verify import Noise, verify
+from draftsmith.decoder.sampling import ACCEPT, EMIT, Noise, Sampling, draw_children, probs
+from draftsmith.decoder.verify import verify
 from tests.decoder.plain_rule import (
     Coin,
     Uniforms,
@@ -136,7 +136,7 @@ class Given(Noise):
     @classmethod
     def of(cls, accept_BN: Tensor, emit_BN: Tensor) -> "Given":
         zeros_B = torch.zeros(len(accept_BN), dtype=torch.long)
-        return cls(zeros_B, zeros_B, accept_BN, emit_BN)
+        return cls(zeros_B, zeros_B, accept_BN=accept_BN, emit_BN=emit_BN)
 
     def draw(self, stream: int, count: int) -> Tensor:
         return {ACCEPT: self.accept_BN, EMIT: self.emit_BN}[stream][:, :count]

@@ -48,7 +48,9 @@ ROUNDS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "medusa, static tree": ("medusa", {"tree": TREE}),
     "hydra, static tree": ("hydra", {"tree": TREE}),
 }
-CASES = [(name, temperature, 1) for name in ROUNDS for temperature in (0, 1)] + [("eagle3", 0, 4)]
+CASES = [(name, temperature, 1) for name in ROUNDS for temperature in (0, 1)]
+FEW = ("the target alone", "eagle3", "eagle3, dynamic tree", "draft_model")
+CASES += [(name, temperature, 4) for name in FEW for temperature in (0, 1)]
 QUICK = ("eagle3", 0, 1)
 """What the default run counts, beside a training step of EAGLE-3."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoder.draft import DecodeState, Draft, Prompts
-from draftsmith.decoder.sampling import DRAFT, uniforms
+from draftsmith.decoder.sampling import DRAFT
 from draftsmith.errors import UserError
 
 
@@ -68,7 +68,7 @@ class KnownAcceptance:
         length = self.num_speculative_tokens
         position_BK = state.length_B[:, None] + torch.arange(1, length + 1, device=state.length_B.device)
         known_BK = self._texts_BL.gather(1, position_BK.clamp(max=self._texts_BL.shape[1] - 1))
-        spoiled_BK = uniforms(state.keys_B, state.length_B, DRAFT, length) >= self.alpha
+        spoiled_BK = state.noise.draw(DRAFT, length) >= self.alpha
         drafted_BK = torch.where(spoiled_BK, (known_BK + 1) % self.vocab_size, known_BK)
         left_B = torch.minimum(self._length_B - 1 - state.length_B, state.limit_B)
         return Draft.chain(state.root_B, drafted_BK, left_B.clamp(0, length))

@@ -91,6 +91,8 @@ class TrainBatch:
 Row = list[int]
 Batch = list[Row]
 
+WINDOW_SHARDS = 32
+"""Shards whose samples are shuffled together: few enough to stay open, and enough that the order is random."""
 # Samples are packed among at most this many neighbours of the shuffled order: enough for rows to fill up, and few
 # enough that the order stays random.
 _NEIGHBOURS = 1024
@@ -99,11 +101,15 @@ _NEIGHBOURS = 1024
 CHUNK_BATCHES = 8
 
 
-def plan_batches(lengths: Sequence[int], *, row_tokens: int, rows: int, seed: int, epoch: int) -> list[Batch]:
+def plan_batches(
+    lengths: Sequence[int], *, row_tokens: int, rows: int, seed: int, epoch: int, shards: Tensor | None = None
+) -> list[Batch]:
     """Plan one epoch: batches of at most `rows` rows, each a list of sample indices of at most `row_tokens` tokens.
 
     A pure function of its arguments, so that a run resumes by skipping batches. Every sample appears exactly
     once; only the last batch has fewer rows. Best fit, longest first, among neighbours of the shuffled order.
+    shards: number of the file of each sample, None where they lie in none. Files are shuffled, and samples among those of
+    WINDOW_SHARDS files, so that an epoch reads each file in one stretch.
     Raises UserError for a sample longer than `row_tokens`.
     """
     assert rows > 0, "a batch needs at least one row"
@@ -114,14 +120,28 @@ def plan_batches(lengths: Sequence[int], *, row_tokens: int, rows: int, seed: in
             "train.row_tokens, or lower data.max_length so that long samples are dropped or truncated before."
         )
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    order = torch.randperm(len(lengths), generator=generator)
     packed: list[Row] = []
-    # Parts of one size: a last one of a few samples would make batches of hardly any.
-    for part in order.tensor_split(max(1, -(-len(order) // _NEIGHBOURS))):
-        filled = _best_fit(part.tolist(), lengths, row_tokens)
-        # Longest first would put the long samples of a part into its first batches.
-        packed += [filled[i] for i in torch.randperm(len(filled), generator=generator).tolist()]
+    for window in _windows(len(lengths), shards, generator):
+        # Parts of one size: a last one of a few samples would make batches of hardly any.
+        for part in window.tensor_split(max(1, -(-len(window) // _NEIGHBOURS))):
+            filled = _best_fit(part.tolist(), lengths, row_tokens)
+            # Longest first would put the long samples of a part into its first batches.
+            packed += [filled[i] for i in torch.randperm(len(filled), generator=generator).tolist()]
     return [packed[start : start + rows] for start in range(0, len(packed), rows)]
+
+
+def _windows(count: int, shards: Tensor | None, generator: torch.Generator) -> list[Tensor]:
+    """Return the numbers 0..count-1, shuffled, in windows of few shards; one window where there are few or none."""
+    order = torch.randperm(count, generator=generator)
+    if shards is None:
+        return [order]
+    present, shard = shards.unique(return_inverse=True)
+    windows = -(-len(present) // WINDOW_SHARDS)
+    if windows < 2:
+        return [order]
+    # Windows of one size, as with parts.
+    window = torch.randperm(len(present), generator=generator)[shard] * windows // len(present)
+    return list(order[window[order].argsort(stable=True)].split(window.bincount().tolist()))
 
 
 def _best_fit(samples: Sequence[int], lengths: Sequence[int], row_tokens: int) -> list[Row]:

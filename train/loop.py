@@ -92,7 +92,8 @@ class _Run:
         self.train_steps = head.trains.steps
         self.draft_length = head.clamp_draft_length(recipe.evaluate.num_speculative_tokens)
         lengths = [data.source.lengths[i] for i in data.train]
-        self.schedule = Schedule(lengths, self.spec, recipe.seed, self.accelerator.num_processes)
+        shards = None if data.source.shards is None else data.source.shards[data.train]
+        self.schedule = Schedule(lengths, self.spec, recipe.seed, self.accelerator.num_processes, shards)
         # Packing differs from epoch to epoch, and so may the number of steps.
         self.epoch_steps = [len(self.schedule.epoch(e)) // self.schedule.window for e in range(self.spec.epochs)]
         total = sum(self.epoch_steps)

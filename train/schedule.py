@@ -42,12 +42,13 @@ class Micro:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All micro-batches of a training run, in order."""
+    """All micro-batches of a training run, in order. shards: of `plan_batches`."""
 
     lengths: Sequence[int]
     spec: TrainSpec
     seed: int
     processes: int
+    shards: Tensor | None = None
 
     @property
     def window(self) -> int:
@@ -57,7 +58,12 @@ class Schedule:
     def epoch(self, number: int) -> list[Micro]:
         """Return epoch `number`'s micro-batches, filled up to whole windows."""
         plan = plan_batches(
-            self.lengths, row_tokens=self.spec.row_tokens, rows=self.spec.rows, seed=self.seed, epoch=number
+            self.lengths,
+            row_tokens=self.spec.row_tokens,
+            rows=self.spec.rows,
+            seed=self.seed,
+            epoch=number,
+            shards=self.shards,
         )
         micros = [Micro(tuple(tuple(row) for row in batch), True) for batch in plan]
         missing = -len(micros) % self.window

@@ -146,6 +146,7 @@ class OnlineSource:
         self.layer_ids = tuple(layer_ids)
         self.slices = [sample.slice for sample in samples]
         self.lengths = [len(sample.ids) for sample in samples]
+        self.shards = None
         self._target, self._samples, self._batch_tokens = target, samples, batch_tokens
         self._dtype = target.dtype if dtype == "auto" else parse_dtype(dtype)
 

@@ -28,6 +28,7 @@ SHARDS, SAMPLES, NAMES = "shards.bin", "samples.bin", "names.bin"
 # samples: in this shard and all before it. names: bytes of their names. bytes: of the shard's file. checksum: the XXH3-128
 # of these three, of its samples' records and of their names.
 SHARD_RECORD = np.dtype([("samples", "<u8"), ("names", "<u8"), ("bytes", "<u8"), ("checksum", "V16")])
+_COUNTS = 24  # the bytes before the checksum
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -128,7 +129,7 @@ def append_shard(folder: Path, end: np.void | None, size: int, samples: np.ndarr
     samples["name"] = start + np.cumsum([len(name) for name in encoded])
     record = np.zeros(1, SHARD_RECORD)
     record["samples"], record["names"], record["bytes"] = count + len(samples), samples["name"][-1], size
-    record["checksum"] = np.void(_digest(record[0], samples, together := b"".join(encoded)))
+    record["checksum"] = np.void(_digest(record.tobytes()[:_COUNTS], samples.tobytes(), together := b"".join(encoded)))
     for name, data in ((NAMES, together), (SAMPLES, samples.tobytes()), (SHARDS, record.tobytes())):
         with explain_os_error(folder / name):
             with (folder / name).open("ab") as file:
@@ -137,10 +138,10 @@ def append_shard(folder: Path, end: np.void | None, size: int, samples: np.ndarr
     return record[0]
 
 
-def _digest(shard: np.void, samples: np.ndarray, names: bytes) -> bytes:
-    digest = xxh3_128(shard.tobytes()[:24])
-    digest.update(samples.tobytes())
-    digest.update(names)
+def _digest(*parts: bytes | memoryview) -> bytes:
+    digest = xxh3_128()
+    for part in parts:
+        digest.update(part)
     return digest.digest()
 
 
@@ -182,28 +183,32 @@ def _column(path: Path, record: np.dtype) -> np.ndarray:
     """Return the whole records of a file, mapped into memory."""
     with open_file(path, AGAIN) as file:
         count = os.fstat(file.fileno()).st_size // record.itemsize
-        return np.memmap(file, record, "r", shape=(count,)) if count else np.empty(0, record)
+        return np.memmap(file, record, "r", shape=(count,)).view(np.ndarray) if count else np.empty(0, record)
 
 
 def _check_records(folder: Path, index: StoreIndex) -> None:
     """Raise UserError where records are not those that were written, or a shard's file has another size."""
+    shards, samples, names = (part.view("u1").data for part in (index.shards, index.samples, index.names))
     start = name = 0
-    for number, shard in enumerate(index.shards):
-        end, to = int(shard["samples"]), int(shard["names"])
-        samples = index.samples[start:end]
-        good = _digest(shard, samples, index.names[name:to].tobytes()) == shard["checksum"].tobytes()
-        if not good or int(samples["slice"].max(initial=0)) >= len(index.spec.slices):
+    # As bytes and lists, since there may be many shards.
+    columns = (index.shards[key].tolist() for key in ("samples", "names", "bytes"))
+    good = not len(index.samples) or int(index.samples["slice"].max()) < len(index.spec.slices)
+    for number, (count, to, size) in enumerate(zip(*columns, strict=True)):
+        end, at = count * index.samples.itemsize, number * SHARD_RECORD.itemsize
+        found = _digest(shards[at : at + _COUNTS], samples[start:end], names[name:to])
+        if not good or found != shards[at + _COUNTS : at + SHARD_RECORD.itemsize]:
             raise UserError(
                 f"{folder / SAMPLES} is corrupt (its checksum differs from {SHARDS}, or {INDEX_NAME} was changed): {AGAIN}."
             )
         start, name = end, to
         file = f"{folder}/{shard_name(number)}"
-        if not os.path.isfile(file):
-            raise UserError(f"The file {file}, which {INDEX_NAME} names, is missing: {AGAIN}.")
-        if (size := os.stat(file).st_size) != shard["bytes"]:
+        try:
+            there = os.stat(file).st_size
+        except OSError as error:
+            raise UserError(f"The file {file}, which {SHARDS} names, is missing: {AGAIN}.") from error
+        if there != size:
             raise UserError(
-                f"The feature shard {file} has {size} bytes instead of {shard['bytes']} (it was cut short or changed): "
-                f"{AGAIN}."
+                f"The feature shard {file} has {there} bytes instead of {size} (it was cut short or changed): {AGAIN}."
             )
 
 

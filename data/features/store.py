@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_128
 
-from draftsmith.data.batch import Features
+from draftsmith.data.batch import WINDOW_SHARDS, Features
 from draftsmith.data.features.index import (
     AGAIN,
     DTYPES,
@@ -54,7 +54,7 @@ _DTYPE_NAMES = {
 }
 SHARD_BYTES = 512 * 2**20
 SHARD_PATTERN = re.compile(r"shard-\d{5,}\.safetensors")
-OPEN_SHARDS = 64
+OPEN_SHARDS = 2 * WINDOW_SHARDS  # rows of one window and of the next may share a batch
 
 
 def estimate_bytes(tokens: int, hidden: int, layers: int, dtype: str) -> int:
@@ -93,6 +93,10 @@ class FeatureSource(Protocol):
     @property
     def slices(self) -> list[str]:
         """The slice of every sample."""
+
+    @property
+    def shards(self) -> Tensor | None:
+        """The number of the file of every sample, which training reads one after the other; None without files."""
 
     def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
         """Return samples in the order of `indices`; aux [L, A*Ht] has the columns of `layer_ids` in that order.
@@ -141,6 +145,11 @@ class FeatureStore:
     def ids(self) -> list[str]:
         """The name of every sample, read anew."""
         return [self._index.name(number) for number in range(len(self))]
+
+    @property
+    def shards(self) -> Tensor:
+        """The number of the shard of every sample [S] int64."""
+        return torch.from_numpy(np.repeat(np.arange(len(self._ends) - 1), np.diff(self._ends)))
 
     def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
         """Return one sample; aux [L, A*Ht] has the columns of `layer_ids` in that order (None: every stored layer)."""

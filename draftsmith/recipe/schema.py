@@ -111,7 +111,7 @@ class FeaturesSpec:
     shard_mb: int = field(default=512, metadata=within(1, 2**20))
     """Size of a shard file."""
     verify: bool = True
-    """Check every shard's SHA-256 when it is first opened."""
+    """Check the checksum of what is read of a sample, the first time."""
 
     def __post_init__(self) -> None:
         check_fields(self, "features.")

@@ -4,7 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftsmith.data import batch as batches
-from draftsmith.data.batch import CHUNK_BATCHES, Features, _best_fit, collate, plan_batches, plan_chunks, plan_passes
+from draftsmith.data.batch import (
+    CHUNK_BATCHES,
+    WINDOW_SHARDS,
+    Features,
+    _best_fit,
+    collate,
+    plan_batches,
+    plan_chunks,
+    plan_passes,
+)
 from draftsmith.errors import UserError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=120)
@@ -72,6 +81,29 @@ def test_epochs_and_seeds_differ_and_order_is_random():
     # Padding is small.
     used, rows = sum(lengths), sum(len(batch) for batch in plans[0, 0])
     assert used / (rows * 64) > 0.97
+
+
+@pytest.mark.parametrize("count", [WINDOW_SHARDS, WINDOW_SHARDS + 1, 200])
+def test_files_are_shuffled_and_samples_in_windows_of_them(count):
+    """Few files give the order that there is without any; more come in windows of one size."""
+    lengths = [1 + i % 37 for i in range(4 * count)]
+    windows = -(-count // WINDOW_SHARDS)
+
+    def order(epoch, shards):
+        plan = plan_batches(lengths, row_tokens=64, rows=2, seed=1, epoch=epoch, shards=shards)
+        return [sample for batch in plan for row in batch for sample in row]
+
+    file = torch.arange(4 * count) // 4
+    first, second = order(0, file), order(1, file)
+    assert first == order(0, 7 * file), "numbers of files only tell them apart"
+    assert (first == order(0, None)) == (windows == 1)
+    assert sorted(first) == sorted(second) == list(range(4 * count))
+    last = {sample // 4: place for place, sample in enumerate(first)}
+    stretches = [last[sample // 4] - place for place, sample in enumerate(first)]
+    assert max(stretches) < 4 * -(-count // windows)
+    assert max(stretches) > 4 * (count // windows) // 2, "the samples of a window are mixed"
+    if windows > 1:
+        assert {sample // 4 for sample in first[:60]} != {sample // 4 for sample in second[:60]}
 
 
 @pytest.mark.parametrize("count", [0, 1, 1024, 1025, 2049, 6145])

@@ -9,6 +9,9 @@ import torch
 from torch import nn
 
 from draftsmith.data.batch import Features
+from draftsmith.data.features import store
+from draftsmith.data.features.index import StoreSpec
+from draftsmith.data.features.store import FeatureStore, estimate_bytes
 from draftsmith.decoder.sampling import row_key
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train import schedule
@@ -22,6 +25,7 @@ from draftsmith.train.schedule import (
     orthogonalise,
     set_lr,
 )
+from tests.data.features.test_store import write_store
 
 LENGTHS = [7, 30, 12, 25, 9, 31, 16, 3, 22, 14, 28]
 
@@ -85,6 +89,31 @@ def test_micro_batches_are_read_through_the_index_with_a_seed_for_each_document(
     seven, five, nine = (row_key(6, "train", i) for i in (7, 5, 9))
     assert first.seeds.tolist() == [[nine] * 3 + [seven] * 3 + [0] * 2, [five] * 3 + [0] * 5]
     assert second.seeds.tolist() == [[five] * 3 + [0] * 5]
+
+
+def test_an_epoch_opens_every_shard_in_one_stretch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More shards than stay open, read by 1, 2 and 3 processes, which share out the same micro-batches."""
+    samples = [Source.sample(i) for i in range(300)]
+    size = estimate_bytes(3, 2, 1, "float32")
+    spec = StoreSpec("f" * 16, "float32", (2,), "float32", 2, 50, "s" * 16, 2 * size, ("s",))
+    source = write_store(tmp_path, samples, spec)
+    opened, real = [], store.safe_open
+    monkeypatch.setattr(store, "safe_open", lambda file, **options: opened.append(file) or real(file, **options))
+    index, rows = list(range(1, 300)), TrainSpec(row_tokens=12, rows=2)
+    whole = None
+    for processes in (1, 2, 3):
+        plan = Schedule([3] * len(index), rows, 5, processes, source.shards[index])
+        counted = [micro for micro in plan.epoch(1) if micro.counts]
+        whole = whole or counted
+        assert counted == whole
+        for rank in range(processes):
+            reader, micros = FeatureStore(tmp_path), plan.share(1, rank)
+            opened.clear()
+            batches = MicroBatches(reader, index, micros, (2,), 12, seed=0)
+            read = [batches[place] for place in range(len(batches))]
+            assert len(read) == len(micros)
+            assert len(opened) <= 2 * 150
+            assert len(set(opened)) > store.OPEN_SHARDS
 
 
 class Head(nn.Module):

@@ -11,11 +11,12 @@ import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import yaml
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from draftsmith.errors import UserError, first_line, one_line, why_not
+
+if TYPE_CHECKING:
+    import yaml  # elsewhere late: `draftsmith doctor` works without it
 
 MIB = 2**20
 MOST_BYTES = 512 * MIB
@@ -216,6 +217,8 @@ MOST_LEVELS = 30
 def read_yaml(path: Path | str, remedy: str) -> Any:
     """Return the value in a YAML file. Raises UserError, which ends in `remedy`: also for a key that stands twice in one
     mapping, for aliases that contain themselves or multiply, and for values that Python cannot hold."""
+    import yaml
+
     text = read_text(path, remedy, MOST_YAML_BYTES)
     try:
         return parse_yaml(text, path, remedy)
@@ -228,6 +231,8 @@ def read_yaml(path: Path | str, remedy: str) -> Any:
 def parse_yaml(text: str, path: Path | str, remedy: str) -> Any:
     """Return the value of a YAML text. path: names it in the sentence. Raises MarkedYAMLError where the text is no YAML, and
     UserError, which ends in `remedy`, for all else that `read_yaml` refuses."""
+    import yaml
+
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
@@ -245,8 +250,10 @@ def parse_yaml(text: str, path: Path | str, remedy: str) -> Any:
         raise UserError(f"{path} holds a value that is not what its tag says: {remedy}.") from error
 
 
-def _check_nodes(root: yaml.Node, path: Path | str, remedy: str) -> None:
+def _check_nodes(root: "yaml.Node", path: Path | str, remedy: str) -> None:
     """Raise UserError for a tree of nodes that is deep, large, contains itself, or names a key twice."""
+    import yaml
+
     stack: list[tuple[yaml.Node, tuple[yaml.Node, ...]]] = [(root, (root,))]
     count = 0
     while stack:
@@ -271,7 +278,9 @@ def _check_nodes(root: yaml.Node, path: Path | str, remedy: str) -> None:
             stack.append((part, (*above, part)))
 
 
-def _check_keys(node: yaml.MappingNode, path: Path | str, remedy: str) -> None:
+def _check_keys(node: "yaml.MappingNode", path: Path | str, remedy: str) -> None:
+    import yaml
+
     seen: dict[str, int] = {}
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode):

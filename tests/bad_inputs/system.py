@@ -75,7 +75,20 @@ _NAMES = {
     "under-a-file": ("a-file/new", "a-file"),
     "under-a-loop": ("a-loop/new", "a-loop"),
 }
-_REFUSALS = ["EACCES", "EPERM", "EROFS", "EMFILE", "ENFILE", "ENOSPC", "EDQUOT", "EIO", "EFBIG", "ENOMEM", "EBUSY"]
+_REFUSALS = [
+    "EACCES",
+    "EPERM",
+    "EROFS",
+    "EMFILE",
+    "ENFILE",
+    "ENOSPC",
+    "EDQUOT",
+    "EIO",
+    "EFBIG",
+    "ENOMEM",
+    "ESTALE",
+    "EBUSY",
+]
 _WRITERS = ("text", "torch", "tensors", "folder", "lock")
 
 TABLE = Table(

@@ -223,7 +223,7 @@ def test_the_command_goes_on_where_no_library_can_be_imported() -> None:
         "import sys\n"
         "class Broken:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] in ('torch', 'transformers', 'safetensors'):\n"
+        "        if name.split('.')[0] in ('torch', 'transformers', 'safetensors', 'yaml'):\n"
         "            raise ImportError(f'no {name} here')\n"
         "sys.meta_path.insert(0, Broken())\n"
         "from draftsmith.cli.main import main\n"

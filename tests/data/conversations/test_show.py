@@ -25,6 +25,14 @@ from draftsmith.data.conversations.show import (
 )
 from tests.helpers import tiny_tokenizer
 
+# The whole severity of Machado, Oliveira and Fernandes (2009), https://doi.org/10.1109/TVCG.2009.113.
+VISIONS = {
+    "normal": [[1.0, 0, 0], [0, 1.0, 0], [0, 0, 1.0]],
+    "no red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "no green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "no blue": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
 TALK = Conversation(
     "talk-1",
     "chat",
@@ -194,6 +202,20 @@ def linear(colour: str) -> torch.Tensor:
     """Return a colour's light, red, green and blue."""
     light = torch.tensor([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     return torch.where(light <= 0.04045, light / 12.92, ((light + 0.055) / 1.055) ** 2.4)
+
+
+def seen(colour: str, vision: str) -> torch.Tensor:
+    """Return a colour as it looks with a vision, in CIELAB, where 2.3 is a difference that can just be seen."""
+    light = (torch.tensor(VISIONS[vision]) @ linear(colour)).clamp(0, 1)
+    xyz = torch.tensor([[0.4339, 0.3763, 0.1899], [0.2126, 0.7152, 0.0722], [0.0177, 0.1095, 0.8728]]) @ light
+    x, y, z = torch.where(xyz > 0.008856, xyz ** (1 / 3), 7.787 * xyz + 16 / 116)
+    return torch.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("vision", VISIONS)
+def test_any_colour_vision_tells_positions_apart(vision: str) -> None:
+    colours = torch.stack([seen(colour, vision) for colour in COLOURS["truecolor"]])
+    assert torch.pdist(colours).min() > 10
 
 
 def test_tokens_can_be_read_on_their_colours() -> None:

@@ -1,15 +1,17 @@
 """Lookahead decoding against a dense reimplementation of the paper's rule: one plain pass of the target for every guess."""
 
 from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import DecodeState, Draft, TargetAlone
 from draftsmith.decoder.drafters.lookahead import Lookahead, Pool
-from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.sampling import Sampling, probs
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
 from tests.decoder.spies import KnowsTexts, decode_together_and_alone, looping_target, repeating_requests
@@ -113,6 +115,10 @@ def test_every_draft_and_window_is_that_of_the_rule(target: Target, sampling: Sa
     found = decode_together_and_alone(target, spy, lambda: Lookahead(W, N, G), asked, sampling, 2)
     assert spy.checked > 10
     assert spy.drafted > (0 if W == 1 else 3)
+    for g in found:  # nothing of the window, which lies behind the draft, is ever accepted
+        assert all(round_.accepted <= len(round_.levels) for round_ in g.rounds if round_.levels)
+        assert all(round_.accepted == 0 for round_ in g.rounds if not round_.drafted)
+        assert [b.root - a.root - 1 for a, b in pairwise(g.rounds)] == [r.accepted for r in g.rounds[:-1]]
     if sampling.greedy and W > 1:
         assert any(round_.accepted for g in found for round_ in g.rounds)
         assert max(round_.accepted for g in found for round_ in g.rounds) <= N - 1
@@ -128,6 +134,32 @@ def test_sliding_windows_see_the_guesses_at_their_positions(kind: str) -> None:
     plain = decode_batch(target, TargetAlone(), asked, Sampling()).generations
     assert [g.output_ids for g in found] == [g.output_ids for g in plain]
     assert spy.checked > 5
+
+
+@pytest.mark.slow
+def test_sampled_texts_follow_the_distribution_of_the_target() -> None:
+    """Frequencies of whole answers against the products of the target's probabilities, where guesses are accepted often."""
+    small = Target(tiny_model("llama", vocab_size=8, eos_token_id=None), path="tiny", fingerprint="0")
+    sampling, prompt, new, rows = Sampling(1.0, top_k=2), (3, 4, 5, 3, 4), 5, 3000
+    asked = [Request.seeded(f"{i}", "a", prompt, new, 0) for i in range(rows)]
+    found = decode_batch(small, Lookahead(3, 3, 4), asked, sampling, rows=500).generations
+    assert sum(r.accepted for g in found for r in g.rounds) > rows / 4
+    counts: dict[tuple[int, ...], int] = {}
+    for g in found:
+        counts[tuple(g.output_ids)] = counts.get(tuple(g.output_ids), 0) + 1
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(new):
+        texts = [*expected]
+        with torch.no_grad():
+            logits = small.model(torch.tensor([[*prompt, *text] for text in texts])).logits[:, -1]
+        table = probs(logits, sampling).tolist()
+        pairs = product(zip(texts, table, strict=True), range(8))
+        expected = {(*text, token): expected[text] * p[token] for (text, p), token in pairs if p[token] > 0}
+    assert set(counts) <= set(expected)
+    chi2 = sum((counts.get(text, 0) - rows * p) ** 2 / (rows * p) for text, p in expected.items() if rows * p > 5)
+    degrees = sum(rows * p > 5 for p in expected.values())
+    assert degrees > 8
+    assert chi2 < degrees + 4 * (2 * degrees) ** 0.5
 
 
 def test_the_pool_keeps_the_latest_ngrams_and_each_path_once() -> None:

@@ -234,6 +234,15 @@ def move(path: Path, to: Path) -> None:
         path.rename(to)
 
 
+def join(path: Path, to: Path) -> None:
+    """Add the whole lines of a file to those of another, which is replaced at once; nothing where `path` is a link."""
+    with atomic_path(to) as temporary, temporary.open("wb") as file:
+        for source in (to, path):
+            if source.is_file() and not source.is_symlink():
+                with source.open("rb") as lines:
+                    file.writelines(line for line in lines if line.endswith(b"\n"))
+
+
 def flush(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -56,8 +56,6 @@ def regenerate(
     chunk_size = 1 if servers else batch * BATCHES_PER_CHUNK
     with explain_os_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if partial.is_symlink():
-            raise UserError(f"{partial} is a link, which this run did not make: remove it, or choose another folder.")
         done = _keep_whole_chunks(partial, chunk_size, len(prompts))
         earlier = _Earlier(kept)
         bar = Bar(total=len(prompts), initial=done, desc="answers", unit="answer")
@@ -128,7 +126,9 @@ def _to_line(prompt: Prompt, answer: Generation, tokenizer: Any) -> str:
 
 
 def _keep_whole_chunks(partial: Path, chunk_size: int, total: int) -> int:
-    """Cut an interrupted file after its last whole chunk; return how many answers it keeps."""
+    """Cut an interrupted file after its last whole chunk; return how many answers it keeps. Raises UserError for a link."""
+    if partial.is_symlink():
+        raise UserError(f"{partial} is a link, which this run did not make: remove it, or choose another folder.")
     if not partial.exists():
         return 0
     kept, end, count = 0, 0, 0

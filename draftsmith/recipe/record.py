@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from draftsmith.eval.planner.decision import NAMES
 from draftsmith.fields import shown
 from draftsmith.heads.export.tuned import FOLDERS
 from draftsmith.heads.formats.layout import layouts
+from draftsmith.storage import sha256_file
 
 STAGES = ("answers", "features", "train", "evaluate", "simulate", "export")
 
@@ -37,9 +38,13 @@ FILES = {
     "export": ("export",),
 }
 """What each stage leaves in the run directory, the finished thing first."""
+WHOLE = {"answers": FILES["answers"], "features": ("index.json",)}
+"""What says that an earlier version of a stage is in `.earlier` already, by any of these; else every file says it of itself."""
+MORE = "answers.jsonl.more"
+"""In `.earlier`, the answers of versions that came after the one there, and were not finished before the data changed again."""
 
 KNOWN = {
-    "answers": r"answers\.jsonl(\.partial)?",
+    "answers": r"answers\.jsonl(\.partial|\.more)?",
     "features": r"features/(index\.json|(shards|samples|names)\.bin|shard-\d{5,}\.safetensors)",
     "train": r"train/(best|step_\d+(\.tmp)?|summary\.json|(metrics|dashboards)\.jsonl|(wandb|trackio|mlflow)(_id)?|tensorboard)",
     "evaluate": r"evaluation/(t[\d.]+|report\.html|report\.md|costs\.json|plan\.json|routing\.json|settings)",
@@ -123,6 +128,19 @@ def as_record(name: str, entry: Any) -> StageRecord:
 def run_dir_of(recipe: dict[str, Any]) -> Path | None:
     """Return the run directory of a recipe in a record; None where the record is of an earlier version, and has none."""
     return Path(recipe.get("output_dir") or f"runs/{recipe['name']}") if "name" in recipe else None
+
+
+def left_by(run: Path, entries: Iterable[Path]) -> dict[str, tuple[int, str | None]]:
+    """Return the files that a finished stage is made of: their sizes, and digests where that takes no time."""
+    lasting: dict[str, tuple[int, str | None]] = {}
+    for entry in entries:
+        for path in [entry] if entry.is_file() else sorted(entry.rglob("*")):
+            name = path.relative_to(run).as_posix()
+            if path.is_file() and LASTING.search(name):
+                size = path.stat().st_size
+                cheap = size <= DIGESTED and not name.startswith("features/shard")  # which has its own
+                lasting[name] = (size, sha256_file(path) if cheap else None)
+    return lasting
 
 
 def flat_inputs(inputs: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -14,26 +14,27 @@ from typing import Any, TextIO
 from draftsmith.errors import UserError, one_line
 from draftsmith.foreign.text import read_object
 from draftsmith.recipe.record import (
-    DIGESTED,
     FILES,
     FOLLOWERS,
     GROWN,
     INSIDE,
     KNOWN,
-    LASTING,
     MEASURED,
+    MORE,
     STAGES,
+    WHOLE,
     StageRecord,
     as_record,
     aside,
     differing,
     flat_inputs,
+    left_by,
     plain,
     run_dir_of,
     tell_changes,
 )
 from draftsmith.recipe.schema import Recipe
-from draftsmith.storage import EARLIER, claim, earlier, fingerprint, move, remove, sha256_file, sweep, write_json
+from draftsmith.storage import EARLIER, claim, earlier, fingerprint, join, move, remove, sha256_file, sweep, write_json
 from draftsmith.train.process import world
 
 
@@ -141,21 +142,24 @@ class RunDirectory:
         """Mark a stage as running with other data, and set aside what it made of earlier ones, for `kept`."""
         self._lock()
         before = self._read()[stage]
-        if before.earlier is not None and before.redo != GROWN:  # --redo makes it again, from nothing
+        again = before.earlier is not None and before.redo != GROWN  # by --redo
+        if again and stage != "answers":
             self._write({stage: replace(before, state="removing")})
             self._remove(stage)
         else:
-            self._write({stage: aside(before.earlier or plain(before), GROWN)})
-            self._put_aside(stage)
+            if not again:
+                self._write({stage: aside(before.earlier or plain(before), GROWN)})
+            self._put_aside(stage, beside=before.earlier is not None)
         self._write_running(stage, flat_inputs(inputs))
 
     def kept(self, stage: str, keys: set[str]) -> list[Path]:
-        """Return the files of an earlier version from which a stage takes what it can: of one that differs in these inputs alone."""
+        """Return the files of earlier versions from which a stage takes what it can: of those that differ in these inputs alone."""
         record = self.record(stage)
-        if record is None or record.earlier is None or record.redo != GROWN:
+        if record is None or record.earlier is None:
             return []
-        same = set(differing(record.earlier["inputs"], record.inputs)) <= keys
-        return [earlier(path) for path in self._files_of(stage, kept=True)] if same else []
+        again = record.redo != GROWN  # by --redo: of the version before it nothing is taken
+        same = again or set(differing(record.earlier["inputs"], record.inputs)) <= keys
+        return [earlier(at) for at in self._files_of(stage, kept=True) if same and (at.name == MORE or not again)]
 
     def _lock(self) -> None:
         """Lock the directory against other processes that make stages, until `finish` or the end of this process.
@@ -224,31 +228,19 @@ class RunDirectory:
         paths = sorted(at / path.name for at, folder in looked if folder.is_dir() for path in folder.iterdir())
         return [path for path in paths if known.fullmatch(path.relative_to(self.path).as_posix())]
 
-    def _left(self, stage: str) -> dict[str, tuple[int, str | None]]:
-        """Return the files that a finished stage is made of: their sizes, and digests where that takes no time."""
-        lasting: dict[str, tuple[int, str | None]] = {}
-        for entry in self._files_of(stage):
-            for path in [entry] if entry.is_file() else sorted(entry.rglob("*")):
-                name = path.relative_to(self.path).as_posix()
-                if path.is_file() and LASTING.search(name):
-                    size = path.stat().st_size
-                    cheap = size <= DIGESTED and not name.startswith("features/shard")  # which has its own
-                    lasting[name] = (size, sha256_file(path) if cheap else None)
-        return lasting
-
     def _has_work(self, stage: str) -> bool:
         """Return whether a stage left files that took work: a training that failed before its first checkpoint did not."""
         if stage == "train":
             return any(self.path.glob("train/best")) or any(self.path.glob("train/step_*"))
-        record = self.record(stage)
-        return bool(self._files_of(stage)) or (record is not None and record.redo == GROWN)
+        record, more = self.record(stage), stage == "answers" and earlier(self.path / MORE).exists()
+        return more or bool(self._files_of(stage)) or (record is not None and record.redo == GROWN)
 
     def finish(self, stage: str, facts: dict[str, Any]) -> None:
         """Mark a stage as done, with the figures it reports and the files it left; then its earlier version goes."""
         known = self.record(stage)
         assert known is not None
         self._hashed.discard(stage)
-        self._write({stage: replace(known, state="done", facts=facts, files=self._left(stage))})
+        self._write({stage: replace(known, state="done", facts=facts, files=left_by(self.path, self._files_of(stage)))})
         if known.earlier is not None:
             self._forget(stage)
         self._release()
@@ -278,12 +270,12 @@ class RunDirectory:
         for name in later:
             self._check_unclaimed(name)
         self.check_aside(redo)
+        if redo == "answers":
+            remove(earlier(self.path / MORE))
         records = self._read()
         again = redo in records and records[redo].redo == redo  # whose first --redo has not come to its end
         for name in [redo] if again else [name for name in later if name in records]:
-            if (
-                records[name].there and records[name].earlier is not None
-            ):  # the earlier version is whole, this one is not
+            if records[name].there and records[name].earlier is not None:  # that one is whole, this one is not
                 self._write({name: replace(records[name], state="removing")})
                 self._remove(name)
         if again:
@@ -298,13 +290,17 @@ class RunDirectory:
         for name in moving:
             self._put_aside(name)
 
-    def _put_aside(self, stage: str) -> None:
-        """Move what a stage made into `.earlier`; of two files of one name the first, which was whole, stays there."""
-        for path in self._files_of(stage):
-            if earlier(path).exists():
-                remove(path)
-            else:
+    def _put_aside(self, stage: str, *, beside: bool = False) -> None:
+        """Move what a stage made into `.earlier`, an index last, unless a version is there (beside: whatever its files say); that one
+        stays as it was, with the answers of others in a file beside it."""
+        for path in sorted(self._files_of(stage), key=lambda path: path.name in WHOLE["features"]):
+            marks = [earlier(path.with_name(name)) for name in WHOLE.get(stage, (path.name,))]
+            if not beside and not any(mark.exists() for mark in marks):
                 move(path, earlier(path))
+                continue
+            if stage == "answers":
+                join(path, earlier(self.path / MORE))
+            remove(path)
         self._tidy(stage)
 
     def put_back(self) -> None:

@@ -336,14 +336,89 @@ def test_more_data_take_what_an_earlier_version_has(tmp_path: Path) -> None:
     assert run.record("train") is not None, "heads stay"
 
 
-def test_what_is_made_again_takes_nothing_from_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", ["answers.jsonl", "answers.jsonl.partial"])
+@pytest.mark.parametrize("redo", [False, True])
+def test_answers_of_every_unfinished_version_are_kept(
+    redo: bool, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before every operation on files: the first version stays as it was, and of --redo only what came later is taken."""
+    monkeypatch.setattr(storage, "flush", lambda path: None)
+    first, partial = "first\n" if left == "answers.jsonl" else "first\nfi", "answers.jsonl.partial"
+    run, more = RunDirectory(tmp_path / "whole"), {"conversations"}
+    run.begin("answers", {"a": 1})
+    (run.path / left).write_text(first)
+    if left == "answers.jsonl":
+        run.finish("answers", {})
+    run.begin("answers", {"a": 2}, redo=True) if redo else run.grow("answers", {"a": 1, "conversations": 2})
+    (run.path / partial).write_text("second\nse")
+    run._release()
+    now, cut, done = {"a": 1 + redo, "conversations": 3}, 0, False
+    while not done:
+        folder = tmp_path / str(cut)
+        shutil.copytree(tmp_path / "whole", folder)
+        run = RunDirectory(folder)
+        with monkeypatch.context() as patch:
+            die_after(cut, patch)
+            try:
+                run.grow("answers", now)
+                done = True
+            except KeyboardInterrupt:
+                cut += 1
+        run._release()
+        for number in (3, 4):
+            again, now = RunDirectory(folder), now | {"conversations": number}
+            if again.changed("answers", now):
+                again.grow("answers", now)
+            assert not again.begin("answers", now)
+            assert again.redone("answers") == redo
+            assert (folder / ".earlier" / left).read_text() == first
+            kept = [path.read_text() for path in again.kept("answers", more)]
+            lines = {line for text in kept for line in text.splitlines() if line in ("first", "second", "third")}
+            assert lines == {"second"} | ({"third"} if number == 4 else set()) | (set() if redo else {"first"})
+            assert again.kept("answers", set()) == [] or redo
+            (folder / partial).write_text("third\nth" if number == 3 else "fourth\n")
+            again._release()
+        if cut % 2:
+            make_stage(RunDirectory(folder), "answers", "new")
+        else:  # from nothing, and where that comes to nothing, the first version is back
+            assert not RunDirectory(folder).begin("answers", {"a": 3}, redo=True)
+            with RunDirectory(folder).writing():
+                pass
+        assert contents(folder) == ({"answers.jsonl": "new", partial: "fourth\n"} if cut % 2 else {left: first})
+    assert cut > 3
+
+
+def test_stores_of_two_versions_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index goes last: until it is there, there is more to move, and once it is, what came later goes."""
+    run, features = make_run(tmp_path), tmp_path / "features"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda path, to: path.replace(to) if "shard" in path.name else 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run.grow("features", {"a": 1, "conversations": 1})
+    assert (features / "index.json").exists()
+    run._release()
+    for number in (2, 3):
+        run = RunDirectory(tmp_path)
+        run.grow("features", {"a": 1, "conversations": number})
+        assert [path.name for path in run.kept("features", {"conversations"})] == [
+            "index.json",
+            "shard-00000.safetensors",
+        ]
+        for name in ("index.json", "shard-00000.safetensors", "shard-00001.safetensors"):
+            (features / name).write_text("later")
+        run._release()
+    assert set(contents(features / ".earlier").values()) == {"what features made"}
+
+
+def test_hidden_states_made_again_take_nothing_from_before(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    run.begin("answers", {"a": 1}, redo=True)
-    (tmp_path / "answers.jsonl.partial").write_text("half")
-    run.grow("answers", {"a": 1, "conversations": 1})
-    assert run.kept("answers", {"conversations"}) == []
-    assert [path for path in contents(tmp_path) if "answers" in path] == [".earlier/answers.jsonl"]
-    assert run.redone("answers")
+    run.begin("features", {"a": 1}, redo=True)
+    (tmp_path / "features").mkdir(exist_ok=True)
+    (tmp_path / "features" / "index.json").write_text("half")
+    run.grow("features", {"a": 1, "conversations": 1})
+    assert run.kept("features", {"conversations"}) == []
+    assert not (tmp_path / "features" / "index.json").exists()
+    assert run.redone("features")
 
 
 def test_what_was_growing_is_as_before_where_redo_comes_to_nothing(tmp_path: Path) -> None:

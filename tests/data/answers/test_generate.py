@@ -87,6 +87,15 @@ def test_more_prompts_add_to_the_answers(
     assert path.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
+def test_a_link_in_place_of_earlier_answers_is_refused(target: Target, tmp_path: Path) -> None:
+    mine, kept = tmp_path / "mine", tmp_path / "answers.jsonl.partial"
+    mine.write_text("not an answer, and no end of line")
+    kept.symlink_to(mine)
+    with pytest.raises(UserError, match=r"answers\.jsonl\.partial is a link, which this run did not make"):
+        answer(target, tmp_path / "new.jsonl", kept=[kept])
+    assert mine.read_text() == "not an answer, and no end of line"
+
+
 def test_prompts_without_room_are_left_out(target: Target) -> None:
     long = Conversation("long", "chat", ({"role": "user", "content": "why " * 200},))
     prompts = prepare_prompts(tiny_tokenizer(), [*TALK, long], max_new_tokens=lambda name: 6, max_length=120)

@@ -178,7 +178,12 @@ def deepspeed_config(spec: TrainSpec, settings: dict[str, str]) -> dict[str, Any
 
 def _accelerator(spec: TrainSpec, device: torch.device, settings: dict[str, str]) -> Any:
     from accelerate import Accelerator
-    from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+    from accelerate.utils import (
+        DeepSpeedPlugin,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+    )
 
     kind = settings["distributed_type"]
     return Accelerator(
@@ -189,6 +194,8 @@ def _accelerator(spec: TrainSpec, device: torch.device, settings: dict[str, str]
         cpu=device.type == "cpu",
         deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=deepspeed_config(spec, settings)) if kind == DEEPSPEED else None,
         fsdp_plugin=FullyShardedDataParallelPlugin() if kind == FSDP else None,
+        # No buffer changes in training, and gradients need no second copy.
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
 
 

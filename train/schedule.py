@@ -159,18 +159,16 @@ def set_lr(optimizers: Sequence[torch.optim.Optimizer], factor: float) -> None:
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, which on a CPU without instructions for bf16 multiplies in fp32, and shares its work among processes.
+    """torch's Muon, which on a device without instructions for bf16 multiplies in fp32, and shares its work among processes.
 
     torch makes the products in bf16 everywhere; most processors before AVX512-BF16 and AMX take ten times as long for it. Processes
-    that train together on CPUs have the same gradients: each orthogonalises its share of the matrices and sends them to the others.
+    that train together have the same gradients: each orthogonalises its share of the matrices and sends them to the others.
     State and arguments are torch's, so that checkpoints fit either.
     """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step with all parameters that have a gradient; they are on one kind of device."""
-        if any(p.device.type != "cpu" for group in self.param_groups for p in group["params"]):
-            return super().step(closure)
+        """Take one step with all parameters that have a gradient."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -251,7 +251,7 @@ class Estimate:
     def train_file_bytes(self) -> float:
         """Bytes on disk of training: the best head, which takes as much as the gradients, and the last checkpoint with its optimizer
         state. No copies in bf16 are kept."""
-        return parameter_bytes(self.head, self.recipe.train.optimizer, 1) - 2 * self.head.parameters
+        return parameter_bytes(self.head, self.recipe.train.optimizer) - 2 * self.head.parameters
 
     @property
     def export_bytes(self) -> float:
@@ -271,7 +271,7 @@ class Estimate:
     @property
     def head_bytes(self) -> float:
         """Weights, gradients and optimizer state of the head."""
-        return parameter_bytes(self.head, self.recipe.train.optimizer, self.given.gpus)
+        return parameter_bytes(self.head, self.recipe.train.optimizer)
 
     @property
     def pass_bytes(self) -> float:
@@ -294,10 +294,10 @@ class Estimate:
         return flops / (self.given.device.flops * self.given.utilisation if rates is None else rates.forward)
 
 
-def parameter_bytes(cost: HeadCost, optimizer: str, gpus: int) -> float:
+def parameter_bytes(cost: HeadCost, optimizer: str) -> float:
     """Return the bytes of weights, gradients, optimizer state and copies of all trained parameters, per GPU.
 
-    Per parameter: fp32 weight 4, gradient 4, AdamW's two moments 8 (Muon's one 4, for the matrices inside the head),
-    autocast's bf16 copy 2; with several processes DDP's gradient buckets, 4 more.
+    Per parameter: fp32 weight 4, gradient 4 (with several processes in DDP's buckets), AdamW's two moments 8 (Muon's one 4, for the
+    matrices inside the head), autocast's bf16 copy 2.
     """
-    return cost.parameters * (22 if gpus > 1 else 18) - cost.matrices * (4 if optimizer == "muon" else 0)
+    return cost.parameters * 18 - cost.matrices * (4 if optimizer == "muon" else 0)

@@ -148,6 +148,7 @@ def test_the_launcher_cannot_change_accumulation(monkeypatch: pytest.MonkeyPatch
     accelerator = make_accelerator(SPEC, torch.device("cpu"))
     assert accelerator.gradient_accumulation_steps == 3
     assert accelerator.mixed_precision == "no", "the head's own autocast is the precision"
+    assert accelerator.ddp_handler.to_kwargs() == {"broadcast_buffers": False, "gradient_as_bucket_view": True}
 
 
 def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""The plan of micro-batches, which parameter goes to which optimizer, the learning-rate curve, and Muon on a CPU against torch's own."""
+"""The plan of micro-batches, which parameter goes to which optimizer, the learning-rate curve, and Muon against torch's own."""
 
 import copy
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from draftsmith.train.schedule import (
     set_lr,
 )
 from tests.data.features.test_store import write_store
+from tests.pretended_gpu.cuda import pretended_gpu
 
 LENGTHS = [7, 30, 12, 25, 9, 31, 16, 3, 22, 14, 28]
 
@@ -269,3 +271,38 @@ def test_processes_share_the_work_and_get_what_one_would(tmp_path: Path) -> None
             assert torch.equal(state["state"][place]["momentum_buffer"], kept["momentum_buffer"])
         shapes.append(made)
     assert sorted(map(len, shapes)) == [3, 6]
+
+
+def test_gpus_share_the_work_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two sends what it has made and takes the rest, which here are zeros."""
+    sent: list[tuple[torch.Size, str, int]] = []
+
+    def broadcast(update: torch.Tensor, owner: int, async_op: bool) -> SimpleNamespace:
+        if owner:
+            update.zero_()
+        sent.append((update.shape, update.device.type, owner))
+        return SimpleNamespace(wait=lambda: None)
+
+    group = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "get_world_size": lambda: 2,
+        "get_rank": lambda: 0,
+    }
+    alone, _ = train(Muon, 1)
+    with pretended_gpu():
+        here = [torch.nn.Parameter(p.detach().cuda()) for p in matrices()]
+        for parameter, gradient in zip(here, gradients(0), strict=True):
+            parameter.grad = gradient.cuda()
+        monkeypatch.setattr(schedule, "distributed", SimpleNamespace(**group, broadcast=broadcast))
+        Muon(here, lr=0.02, weight_decay=0.1).step()
+        moved = [p.detach().cpu() for p in here]
+    assert [(tuple(shape), kind) for shape, kind, _ in sent] == [
+        ((24, 40), "cuda"),
+        ((40, 24), "cuda"),
+        ((32, 32), "cuda"),
+    ]
+    assert sorted(owner for *_, owner in sent) in ([0, 0, 1], [0, 1, 1])
+    for start, mine, other, (*_, owner) in zip(matrices(), moved, alone, sent, strict=True):
+        expected = start * (1 - 0.02 * 0.1) if owner else other
+        assert (mine - expected).norm() < 0.02 * (other - start).norm()

@@ -207,7 +207,7 @@ class DraftHead(nn.Module, ABC):
     - drafts end where the confidence says: see `with_confidence_threshold`
     - packed documents train like single ones: with the same loss and gradients
     - logits come for the supervised rows: for those that `supervised` yields, in ascending order
-    - the same seed trains the same head: bit by bit
+    - the same seed trains the same head: bit by bit on a CPU; a GPU may add up gradients in another order every time
     - a checkpoint restores the head: bit by bit, `load` needing no more than `describe` and the tensors
     - an export restores the head: its logits are the same when it is loaded again
     - rows of a batch are independent: a row drafts the same alone and in a batch

@@ -178,7 +178,7 @@ def check_supervised_rows(spec: Spec) -> None:
 
 
 def check_seeds(spec: Spec) -> None:
-    """Check that two trainings from the same seed give the same head, bit by bit."""
+    """Check that two trainings from the same seed give the same head, bit by bit. A GPU need not keep that, see DraftHead."""
     first, again = (train_briefly(spec, steps=3).state_dict() for _ in range(2))
     differing = [name for name, value in first.items() if not torch.equal(value, again[name])]
     require(not differing, f"two trainings with the same seed differ in {', '.join(differing[:3])}")

@@ -9,11 +9,13 @@ import torch
 import yaml
 
 from draftsmith.cli.main import main
+from draftsmith.data.features.store import FeatureStore
 from draftsmith.eval.results.result import read_result
+from draftsmith.heads.formats.layout import layouts
 from draftsmith.target.target import load_target
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
-from tests.workplace import make_workplace, options
+from tests.workplace import digests, make_workplace, options
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +66,31 @@ def finished(workplace: Path, eagle: Path) -> Path:
     own += ["--evaluate.repeats", "1", "--evaluate.max_new_tokens", "12", "--evaluate.generate", "false"]
     assert main(["run", *words(workplace, "medusa", *own)]) == 0
     return workplace / "medusa"
+
+
+def test_stages_are_shared_and_exports_stay_beside_each_other(workplace: Path, eagle: Path, finished: Path) -> None:
+    made = sorted(path.name for path in finished.iterdir() if not path.name.startswith("."))
+    assert made == ["evaluation", "export", "run.json", "train"]
+    assert set(json.loads((finished / "run.json").read_text())) == {"train", "evaluate", "export"}
+    assert (eagle / "features").exists()
+    before = digests(finished / "export" / "medusa")
+    for _ in range(2):  # a second time it is reused
+        assert main(["export", *words(workplace, "medusa", "--export.layout", "medusa_vllm")]) == 0
+        assert digests(finished / "export" / "medusa") == before
+    target = load_target(str(workplace / "target"))
+    head = layouts()["medusa_vllm"].load(finished / "export" / "medusa_vllm", target)
+    assert head.drafts.max_speculative_tokens == 3
+
+
+def test_medusa_alone_stores_no_aux_layers(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An EAGLE-3 head cannot use that store, and is refused before anything changes."""
+    alone, shared = workplace / "alone", ["--data_dir", str(workplace / "alone"), "--answers.max_new_tokens", "6"]
+    assert main(["extract", *words(workplace, "medusa", "--output_dir", str(alone), *shared)]) == 0
+    assert FeatureStore(alone / "features").get(0, ()).aux.shape[1] == 0
+    before = digests(alone)
+    assert main(["train", *options(workplace, workplace / "late"), *shared]) == 2
+    assert "layer_ids was [], is [2, 4, 6]" in capsys.readouterr().err
+    assert digests(alone) == before
 
 
 def test_all_drafters_are_measured_in_one_run(finished: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
-from draftsmith.decoder.draft import Draft
+from draftsmith.decoder.draft import Draft, numbers
 from draftsmith.target.target import Target, TargetOutput
 
 
@@ -49,6 +49,13 @@ class WriteRange:
     def single(self) -> bool:
         """Whether there is one row alone, whose new entries are then one slice."""
         return self.rows_b is None and len(self.lengths_B) == 1
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The rows [B, 1] of the buffers and their slots [B, N] that are written: the same in every layer."""
+        device = self.lengths_B.device
+        rows_B = numbers(0, len(self.lengths_B), device) if self.rows_b is None else self.rows_b
+        return rows_B[:, None], self.lengths_B[:, None] + numbers(self.skip, self.skip + self.count, device)
 
 
 class TensorShape(NamedTuple):
@@ -209,11 +216,8 @@ class KVCache(Cache):
         if at.single:
             self._views[kind][1][number].copy_(new_BhNd)
             return visible_BhSd
-        device = at.lengths_B.device
-        rows_B = torch.arange(len(at.lengths_B), device=device) if at.rows_b is None else at.rows_b
-        slots_BN = at.lengths_B[:, None] + torch.arange(at.skip, at.skip + at.count, device=device)
         # Rows that do not matter may write behind what is visible.
-        self.buffers[kind][number].transpose(1, 2)[rows_B[:, None], slots_BN] = new_BhNd.transpose(1, 2)
+        self.buffers[kind][number].transpose(1, 2)[at.places] = new_BhNd.transpose(1, 2)
         return visible_BhSd if at.rows_b is None else visible_BhSd[at.rows_b]
 
     def append(self, count: Tensor | int, rows_b: Tensor | None = None) -> None:
@@ -272,6 +276,8 @@ def build_mask(
     not slots, so that a tree sees what a chain sees.
     """
     rows, queries, nodes = ancestors_BNT.shape
+    if window is None and visible == nodes:  # nothing is cached
+        return ancestors_BNT[:, None]
     if rows == 1 and window is None and visible > nodes:
         # A single row has no slots between its cached tokens and its tree.
         cached = ancestors_BNT.new_ones(1, queries, visible - nodes)
@@ -329,10 +335,13 @@ def run_draft(
     rows_b: the rows of the cache that the draft's rows are, None for all. longest: see `KVCache.stage`.
     """
     at = cache.stage(draft.tokens_BN.shape[1], longest, rows_b)
+    # Chains in empty rows are read as any text: a mask of all pairs of a prompt's tokens would be larger than its states.
+    plain = longest == 0 and draft.linear
+    masks = None if plain else attention_masks(target.config, at.lengths_B, draft, at.visible, target.dtype)
     return target.forward(
         draft.tokens_BN,
         layer_ids=layer_ids,
-        attention_mask=attention_masks(target.config, at.lengths_B, draft, at.visible, target.dtype),
+        attention_mask=masks,
         position_ids=at.lengths_B[:, None] + draft.depth_BN,
         past_key_values=cache,
     )

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.decoder.cache import KVCache, LayerShape, TensorShape, build_mask
+from draftsmith.decoder import cache as cache_module
+from draftsmith.decoder.cache import KVCache, LayerShape, TensorShape, build_mask, run_draft
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.loop import Loop
 from draftsmith.decoder.trees import DynamicTree
@@ -153,6 +154,23 @@ def test_more_entries_than_slots_are_noticed() -> None:
 def test_equal_shapes_share_one_buffer(kind: str) -> None:
     cache = KVCache.for_target(make_target(kind), 2, 10)
     assert [buffer.shape[:2] for buffer in cache.buffers.values()] == [(16, 2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_prompts_are_read_without_a_mask_as_any_text_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and padded at the end beside a longer one, in rows that were used before."""
+    target, ids_BL = make_target(kind), torch.randint(3, 150, (2, 20))
+    monkeypatch.setattr(cache_module, "attention_masks", None)
+    for rows, rows_b in ((1, None), (2, None), (2, torch.tensor([2, 0]))):
+        cache = KVCache.for_target(target, rows if rows_b is None else 3, 24)
+        ids_BN, plain = ids_BL[:rows].clone(), target.forward(ids_BL[:rows], layer_ids=(1,))
+        ids_BN[1:, 11:] = 0
+        for _ in range(2):
+            found = run_draft(target, cache, Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), (1,), rows_b, longest=0)
+            for ours, theirs in ((found.last, plain.last), (found.aux, plain.aux)):
+                assert torch.equal(ours[0], theirs[0])
+                assert torch.equal(ours[1:, :11], theirs[1:, :11])
 
 
 def slow_mask(lengths: list[int], ancestors: Tensor, visible: int, depth: Tensor, window: int | None) -> Tensor:

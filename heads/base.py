@@ -65,6 +65,11 @@ class StepOutput:
         return (self.inputs,) if isinstance(self.inputs, Tensor) else self.inputs
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that may have a gradient: `inputs`, `feature` and `confidence`."""
+        return (*self.sources, *(x for x in (self.feature, self.confidence) if x is not None))
+
+    @property
     def logits(self) -> Tensor:
         """All logits, [R, W]."""
         return self.projected(*self.sources)

@@ -278,6 +278,7 @@ class _Run:
             return self._skip_empty_step(progress)
         # Accelerate divides by the accumulation steps and averages over processes: undo both.
         scale = accelerator.num_processes * self.spec.accumulation / divisor
+        known = float(scale) / self.spec.accumulation * (accelerator.scaler.get_scale() if accelerator.scaler else 1.0)
         sums: torch.Tensor | None = None
         found: StepFigures | None = None
         factor = lr_factor(progress.step, self.total, self.spec)
@@ -289,7 +290,7 @@ class _Run:
             tokens = int((batch.document >= 0).sum())
             batch = batch.to(device)  # one at a time: accumulation is for where memory is short
             with accelerator.accumulate(self.model):
-                scored = LossOutput(*self.model(batch, warmup_weight))
+                scored = LossOutput(*self.model(batch, warmup_weight, known))
                 accelerator.backward(scored.loss_sum * (scale * counts))
                 added = step_sums(scored, tokens)
                 sums = torch.zeros_like(added) if sums is None else sums

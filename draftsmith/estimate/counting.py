@@ -9,7 +9,7 @@ Shapes: B texts, L tokens of a text, N query heads, G key/value heads, D head si
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError, first_line
-from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, draft_vocab_size_of
-from draftsmith.heads.losses.head_loss import PIECE, by_projection, head_loss
+from draftsmith.heads.base import DraftHead, HeadOutput, draft_vocab_size_of
+from draftsmith.heads.losses.head_loss import PIECE, head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import find_method
 from draftsmith.recipe.schema import TrainSpec
@@ -43,23 +43,27 @@ class TextCost:
         products, attention: FLOPs.
         forward: bytes in the head's forward pass, without the weights' copies in bf16.
         kept: bytes of activations and gradients that are there while the loss is computed.
-        piece: bytes of a piece of the loss, however many texts there are.
+        fixed, per_logit: bytes of a piece of the loss, and more for each logit in it.
+        logits: how many the text has.
     """
 
     products: float
     attention: float
     forward: float
     kept: float
-    piece: float
+    fixed: float
+    per_logit: float
+    logits: float
 
     @property
     def flops(self) -> float:
         """All FLOPs."""
         return self.products + self.attention
 
-    def memory(self, texts: float) -> float:
-        """Return the most bytes at once for so many texts."""
-        return max(texts * self.forward, texts * self.kept + self.piece)
+    def memory(self, texts: float, kind: str) -> float:
+        """Return the most bytes at once for so many texts, on a device of this kind."""
+        piece = min(PIECE["cpu" if kind == "cpu" else "cuda"], texts * self.logits)
+        return max(texts * self.forward, texts * self.kept + self.fixed + self.per_logit * piece)
 
 
 class HeadCost:
@@ -113,9 +117,9 @@ class HeadCost:
         """Return what a training pass takes for a text of so many tokens of prompt and answer."""
         key = repr((prompt, answer, loss))
         if key not in self._texts:
-            # As EAGLE-3 takes of one step, and any loss of a piece.
+            # As EAGLE-3 takes of one step, and any loss of a logit.
             kept, flops = 100.0 * answer * self._target.hidden_size, 6.0 * self.parameters * (prompt + answer)
-            guess = TextCost(flops, 0.0, kept, kept, 20.0 * PIECE["cuda"])
+            guess = TextCost(flops, 0.0, kept, kept, 0.0, 20.0, answer * self.draft_vocab)
             self._texts[key] = guess
             with self._else_guess("each token passes each weight once, as the head cannot run"):
                 self._texts[key] = self._count(prompt, answer, loss)
@@ -129,24 +133,30 @@ class HeadCost:
         with _Meter(getattr(head, "window", None) or self._window) as meter:
             with _Autocast() as autocast:
                 output = head(batch, head.trains.steps)
-            forward, meter.most = meter.most, meter.alive
+            forward, products = meter.most, meter.products
             with _Mixed():
-                groups = by_projection(output.scored)
-                rows = max(sum(len(step.rows) for _, step in group) for group in groups)
-                joined = max(_joined(group) for group in groups)
-                size = min(PIECE["cuda"], rows * self.draft_vocab // 2)  # so that gradients of two pieces meet
-                output = _within(output, autocast)
-                scored = head_loss(output, batch, target.head, head.draft_vocab, loss, piece=size)
+                output, most = _within(output, autocast), []
+                logits = sum(len(step.rows) for step in output.scored) * self.draft_vocab
+                one = len(output.scored) * self.draft_vocab  # the logits of a position
+                # So that gradients of two pieces meet.
+                whole, half = (max(1, min(PIECE["cuda"], logits // 2) // part // one) * one for part in (1, 2))
+                for size in (whole, half):
+                    meter.products, meter.most = products, meter.alive
+                    scored = head_loss(output, batch, target.head, head.draft_vocab, loss, piece_size=size)
+                    ready, alive = gradients_ready(scored.loss_sum), meter.alive
+                    most.append(meter.most - alive)
+                    del scored
         copies = sum(copy.untyped_storage().nbytes() for _, copy in autocast.copies.values())
-        piece = (meter.most - meter.alive - joined) * PIECE["cuda"] / size
-        kept = meter.alive + joined - copies - gradients_ready(scored.loss_sum)
-        return TextCost(meter.products, meter.attention, forward - copies, kept, piece)
-
-
-def _joined(steps: Sequence[tuple[int, StepOutput]]) -> int:
-    """Return the bytes of the rows of several steps that the loss puts behind one another."""
-    given = [x for _, step in steps for x in (*step.sources, step.feature, step.confidence) if x is not None]
-    return sum(x.numel() * x.itemsize for x in given) if len(steps) > 1 else 0
+        per_logit = max(0.0, (most[0] - most[1]) / max(1, whole - half))
+        return TextCost(
+            meter.products,
+            meter.attention,
+            forward - copies,
+            alive - copies - ready,
+            most[0] - per_logit * whole,
+            per_logit,
+            logits,
+        )
 
 
 def gradients_ready(total: Tensor) -> int:

@@ -278,7 +278,7 @@ class Estimate:
         """Activations of one micro-batch, and a piece of its loss."""
         spec = self.recipe.train
         texts = spec.rows * spec.row_tokens / (self.given.prompt + self.given.answer)
-        return self.text.memory(texts)
+        return self.text.memory(texts, self.given.device.name)
 
     @property
     def evaluate_bytes(self) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,16 +82,27 @@ def row_loss(spec: LossSpec, kind: str | None = None) -> Callable[[Tensor, Teach
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Rows of several steps: the index of the position of each in the batch, and what the head says of it besides logits."""
+class _Piece:
+    """Some rows of some steps, and what the head says of them besides logits.
 
+    Attributes:
+        rows, step, positions: [R] the flat index, the number of the step and the flat index of the teacher's position.
+        teacher: the target's distribution.
+        best: [R] where its likeliest token stands in the draft vocabulary, -1 where it does not.
+        feature, confidence: those of `StepOutput`.
+    """
+
+    rows: Tensor
+    step: Tensor
     positions: Tensor
+    teacher: Teacher
+    best: Tensor
     feature: Tensor | None
     confidence: Tensor | None
 
 
-def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[_Rows, Tensor, Teacher, Tensor], Tensor]:
-    """Return the whole loss of rows, (rows, [R, W] log q, teacher, [R] 0 where a row is dropped) -> [R].
+def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[_Piece, Tensor, Tensor], Tensor]:
+    """Return the whole loss of rows, (rows, [R, W] log q, [R] 0 where a row is dropped) -> [R].
 
     It sums the weighted losses of the logits, of the target's most likely tokens, of the features and of the confidence.
     tuned: whether the head tunes the target.
@@ -99,7 +111,8 @@ def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[_Row
     extra_terms = [(extra_weight, row_loss(spec, kind)) for kind, extra_weight in spec.also.items() if extra_weight]
     confidence_weight = 1.0 if spec.confidence_weight is None else spec.confidence_weight
 
-    def loss_of(rows: _Rows, log_q_RW: Tensor, teacher: Teacher, kept_R: Tensor) -> Tensor:
+    def loss_of(rows: _Piece, log_q_RW: Tensor, kept_R: Tensor) -> Tensor:
+        teacher = rows.teacher
         weight, feature_weight = spec.term_weights(rows.feature is not None, tuned)
         loss_R = weight * base(log_q_RW, teacher)
         for extra_weight, loss in extra_terms:
@@ -154,7 +167,8 @@ def head_loss(
     draft_vocab: Tensor | None,
     spec: LossSpec,
     warmup_weight: float = 1.0,
-    piece: int | None = None,
+    piece_size: int | None = None,
+    scale: float = 1.0,
 ) -> LossOutput:
     """Return the loss and the metrics of a head's output on `batch`.
 
@@ -163,38 +177,31 @@ def head_loss(
     `step_rows`, and count as misses (docs/algorithms.md, rule 8). Everything runs in fp32, also under
     autocast.
     draft_vocab: [W] sorted target ids, None for all. warmup_weight: multiplies the losses of the draft, see
-    `LossSpec.warmup_weight`. piece: logits that are there at a time, None for those of `PIECE`. The teacher of a target that is tuned
-    too (output.tuned) is the original.
+    `LossSpec.warmup_weight`. piece_size: logits that are there at a time, None for those of `PIECE`. scale: see `sum_pieces`. The teacher
+    of a target that is tuned too (output.tuned) is the original.
     """
     device, steps = batch.ids.device, output.steps
-    piece = piece or PIECE.get(batch.last.device.type, PIECE["cuda"])
-    depth_S = upload([warmup_weight * spec.step_weight(step.offset) for step in steps], device)
+    weights, loss_of = _row_weights(batch, spec, steps[0].rows), _row_terms(spec, batch, output.tuned is not None)
     number_S = torch.arange(len(steps), device=device)
-    weights = _row_weights(batch, spec, steps[0].rows)
-    loss_of = _row_terms(spec, batch, output.tuned is not None)
+    depth_S = upload([warmup_weight * spec.step_weight(step.offset) for step in steps], device)
 
-    def terms(piece: _Piece, log_q_RW: Tensor, rows: _Rows) -> tuple[Tensor, Tensor]:
+    def terms(piece: _Piece, log_q_RW: Tensor) -> tuple[Tensor, Tensor]:
         kept_R = (piece.best >= 0).to(log_q_RW.dtype)
-        loss_R = loss_of(rows, log_q_RW, piece.teacher, kept_R)
+        loss_R = loss_of(piece, log_q_RW, kept_R)
         loss_R = loss_R if weights is None else loss_R * weights[piece.rows]
         with torch.no_grad():
             correct_R = log_q_RW.argmax(-1) == piece.best  # in fp32: several times faster than in bf16
-            figures = torch.stack(
-                [loss_R, correct_R, acceptance(log_q_RW, piece.teacher), torch.ones_like(loss_R)]
-            ).double()
+            figures = [loss_R, correct_R, acceptance(log_q_RW, piece.teacher), torch.ones_like(loss_R)]
             step_RS = piece.step[:, None] == number_S  # where one_hot would wait for the device
-        return (loss_R * depth_S[piece.step]).sum(), figures @ step_RS.double()
+        return (loss_R * depth_S[piece.step]).sum(), torch.stack(figures).double() @ step_RS.double()
 
+    tuned_terms = None if output.tuned is None else partial(_tuned_terms, spec, weights)
+    assert output.tuned is None or draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
     with torch.autocast(device.type, enabled=False):
-        loss, figures, tuned = torch.zeros((), device=device), torch.zeros(4, len(steps), device=device).double(), None
-        for of_project in by_projection(steps):
-            more_loss, more = _sums(of_project, batch, target_head, draft_vocab, terms, piece)
-            loss, figures = loss + more_loss, figures + more
-        if output.tuned is not None:
-            assert draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
-            terms_of_target = partial(_tuned_terms, spec, weights)
-            tuned_loss, tuned = _sums([(0, output.tuned)], batch, target_head, None, terms_of_target, piece)
-            loss = loss + tuned_loss
+        size = piece_size or PIECE.get(batch.last.device.type, PIECE["cuda"])
+        loss, figures = _sums(output, batch, target_head, draft_vocab, terms, tuned_terms, size, scale)
+    tuned = None if output.tuned is None else figures[-4:].float()
+    figures = figures[: 4 * len(steps)].view(4, -1)
     return LossOutput(
         loss_sum=loss,
         rows=figures[3, 0].long(),
@@ -202,80 +209,103 @@ def head_loss(
         step_rows=figures[3].long(),
         step_correct=figures[1].long(),
         step_acceptance=figures[2].float(),
-        tuned=None if tuned is None else tuned.float(),
+        tuned=tuned,
     )
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Some rows. rows, step: [R] the flat index and the number of the step of each; teacher: the target's distribution; best: [R]
-    where its likeliest token stands in the draft vocabulary, -1 where it does not."""
-
-    rows: Tensor
-    step: Tensor
-    teacher: Teacher
-    best: Tensor
-
-
-def _tuned_terms(
-    spec: LossSpec, weights: Tensor | None, piece: _Piece, log_q_RV: Tensor, rows: _Rows
-) -> tuple[Tensor, Tensor]:
+def _tuned_terms(spec: LossSpec, weights: Tensor | None, piece: _Piece, log_q_RV: Tensor) -> tuple[Tensor, Tensor]:
     """Return a tuned target's weighted loss, and `LossOutput.tuned`."""
     kl_R = kl(log_q_RV, piece.teacher)
     loss_R = kl_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, piece.teacher)
     loss_R = loss_R if weights is None else loss_R * weights[piece.rows]
     loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
     same_R = log_q_RV.argmax(-1) == piece.best
-    figures = [loss.detach(), kl_R.detach().sum(), same_R.sum(), torch.tensor(len(same_R), device=same_R.device)]
+    figures = [loss.detach(), kl_R.detach().sum(), same_R.sum(), torch.ones_like(same_R).sum()]
     return loss, torch.stack([figure.double() for figure in figures])
 
 
-_Terms = Callable[[_Piece, Tensor, _Rows], tuple[Tensor, Tensor]]
+_Terms = Callable[[_Piece, Tensor], tuple[Tensor, Tensor]]
 
 
-def by_projection(steps: Sequence[StepOutput]) -> list[list[tuple[int, StepOutput]]]:
-    """Return the numbered steps, those side by side that one function makes the logits of."""
-    return [list(group) for _, group in groupby(enumerate(steps), key=lambda numbered: numbered[1].project)]
+def by_projection(steps: Sequence[StepOutput]) -> list[list[int]]:
+    """Return the numbers of the steps, those side by side that one function makes the logits of."""
+
+    def alike(number: int) -> tuple[Any, ...]:
+        step = steps[number]
+        return step.project, step.offset < 0, step.feature is None, step.confidence is None
+
+    return [list(group) for _, group in groupby(range(len(steps)), key=alike)]
+
+
+def _spans(indices: Sequence[Tensor], positions: int, count: int) -> list[list[slice]]:
+    """Return the rows of each step in each piece of `count` positions. indices: the number of each row's position, ascending."""
+    edges_P = torch.arange(0, max(1, positions), count, device=indices[0].device)
+    # One question to the device.
+    begins = torch.stack([torch.searchsorted(index, edges_P) for index in indices], 1).tolist()
+    ends = [*begins[1:], [len(index) for index in indices]]
+    return [[slice(*span) for span in zip(*both, strict=True)] for both in zip(begins, ends, strict=True)]
 
 
 def _sums(
-    steps: Sequence[tuple[int, StepOutput]],
+    output: HeadOutput,
     batch: TrainBatch,
     target_head: TargetHead,
     draft_vocab: Tensor | None,
     terms: _Terms,
+    tuned_terms: _Terms | None,
     size: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums over the rows of steps with one projection, see `sum_pieces`. size: logits of a piece."""
-    first = steps[0][1]
-    position_R, order_R = torch.cat([step.rows + 1 + step.offset for _, step in steps]).sort(stable=True)
-    unique_U, inverse_R = torch.unique_consecutive(position_R, return_inverse=True)
-    rows_R = torch.cat([step.rows for _, step in steps])[order_R]
-    step_R = torch.cat([torch.full_like(step.rows, number) for number, step in steps])[order_R]
-    columns = [step.sources + tuple(x for x in (step.feature, step.confidence) if x is not None) for _, step in steps]
-    tensors = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*columns, strict=True)]
+    """Return the sums over the rows of all steps, see `sum_pieces`: positions come in order, with the rows of all steps there.
+
+    size: logits of a piece, about.
+    """
+    steps = output.scored
+    unique_U, inverse = torch.unique(torch.cat([s.rows + 1 + s.offset for s in steps]), return_inverse=True)
+    indices = inverse.split([len(step.rows) for step in steps])
     width = target_head.vocab_size if draft_vocab is None else len(draft_vocab)
-    count = max(1, size // width)
-    # One question to the device for all pieces.
-    last_P = torch.cat([inverse_R[count - 1 :: count], inverse_R[-1:]])[: -(-len(order_R) // count)]
-    bounds = torch.stack([inverse_R[::count], last_P], 1).tolist() or [(0, -1)]
-    top1 = batch.top1.flatten()
+    count = max(1, size // (width * len(steps)))
+    spans = _spans(indices, len(unique_U), count)
+    columns = [(number, tensor) for number, step in enumerate(steps) for tensor in step.tensors]
+    groups, top1 = by_projection(steps), batch.top1.flatten()
+    number_S = torch.arange(len(steps), device=unique_U.device)
 
     def of_piece(number: int, *values: Tensor) -> tuple[Tensor, Tensor]:
-        at, (begin, end) = slice(number * count, (number + 1) * count), bounds[number]
-        teacher = make_teacher(batch, unique_U[begin : end + 1], target_head, draft_vocab)
-        sources, others = values[: len(first.sources)], list(values[len(first.sources) :])
-        rows = _Rows(
-            position_R[at],
-            None if first.feature is None else others.pop(0),
-            None if first.confidence is None else others.pop(0),
+        here, begin = spans[number], number * count
+        teacher = make_teacher(batch, unique_U[begin : begin + count], target_head, draft_vocab)
+        total, figures, tuned = (
+            torch.zeros((), device=unique_U.device),
+            unique_U.new_zeros(4, len(output.steps)).double(),
+            None,
         )
-        log_q_RW = torch.log_softmax(first.projected(*sources), -1, dtype=torch.float32)
-        best = draft_index(top1[position_R[at]], draft_vocab)
-        piece = _Piece(rows_R[at], step_R[at], teacher.select(inverse_R[at] - begin), best)
-        return terms(piece, log_q_RW, rows)
+        for group in groups:
+            first = steps[group[0]]
+            own = [[value for (k, _), value in zip(columns, values, strict=True) if k == step] for step in group]
+            joined = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*own, strict=True)]
+            others = joined[len(first.sources) :]
+            index_R = torch.cat([indices[k][here[k]] for k in group])
+            position_R = unique_U[index_R]
+            piece = _Piece(
+                torch.cat([steps[k].rows[here[k]] for k in group]),
+                torch.cat([number_S[k].expand(here[k].stop - here[k].start) for k in group]),
+                position_R,
+                teacher.select(index_R - begin),
+                draft_index(top1[position_R], draft_vocab),
+                None if first.feature is None else others[0],
+                None if first.confidence is None else others[-1],
+            )
+            log_q_RW = torch.log_softmax(first.projected(*joined[: len(first.sources)]), -1, dtype=torch.float32)
+            if first.offset >= 0 or tuned_terms is None:
+                loss, more = terms(piece, log_q_RW)
+                figures = figures + more
+            else:
+                loss, tuned = tuned_terms(piece, log_q_RW)
+            total = total + loss
+        return total, figures.flatten() if tuned is None else torch.cat([figures.flatten(), tuned])
 
-    return sum_pieces(of_piece, tensors, order_R.split(count))
+    return sum_pieces(
+        of_piece, [tensor for _, tensor in columns], [[here[k] for k, _ in columns] for here in spans], scale
+    )
 
 
 def _document_rows(batch: TrainBatch, rows_BL: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_HALF_SCALE = 1024.0
-"""What gradients of fp16 inputs are held at: the loss scale comes later, and small ones would be zero until then."""
-
 
 class _Ready(torch.autograd.Function):
     """A sum whose gradients are there already: `scale` times the sum has the gradient `gradients` for each of `leaves`."""
@@ -28,33 +25,41 @@ class _Ready(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_total: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # In place, as a gradient may be as large as the output projection; a second pass is an error.
-        return None, None, None, *(gradient.mul_(d_total / ctx.scale) for gradient in ctx.saved_tensors)
+        # In place, as a gradient may be as large as the output projection; a second pass is an error. As a vector of one number,
+        # which is not rounded to the dtype of the gradients.
+        factor = (d_total / ctx.scale).reshape(1)
+        return None, None, None, *(gradient.mul_(factor) for gradient in ctx.saved_tensors)
 
 
 def sum_pieces(
-    terms: Callable[..., tuple[Tensor, Tensor]], tensors: Sequence[Tensor], pieces: Sequence[Tensor]
+    terms: Callable[..., tuple[Tensor, Tensor]],
+    tensors: Sequence[Tensor],
+    pieces: Sequence[Sequence[slice]],
+    scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over all rows of what `terms` returns for some, the first with a gradient of `tensors` and of the parameters
     that `terms` uses.
 
     Args:
-        terms: (number of a piece, its rows of `tensors`) -> a scalar, and figures [...] without gradient. Its first call shows which
-            parameters it uses.
-        tensors: [R, ...] each.
-        pieces: indices of rows; each row is in one of them.
+        terms: (number of a piece, its rows of each of `tensors`) -> a scalar, and figures [...] without gradient. Its first call
+            shows which parameters it uses.
+        tensors: [R_i, ...] each.
+        pieces: the rows of each tensor that a piece has; each row is in one piece.
+        scale: what the backward pass will multiply the sum by, as near as is known: gradients in fp16 are made at it, so that
+            none is too small or too large.
 
     The gradients of parameters are summed in their own dtype, which is fp32 under autocast.
     """
     graded = torch.is_grad_enabled()
-    scale = _HALF_SCALE if any(x.dtype == torch.float16 for x in tensors) else 1.0
     given = [i for i, x in enumerate(tensors) if graded and x.requires_grad]
     gradients = [torch.zeros_like(tensors[i]) for i in given]
     parameters: list[Tensor] = []
     summed: list[Tensor] = []
     sums: list[tuple[Tensor, Tensor]] = []
-    for number, rows_R in enumerate(pieces):
-        leaves = [x.detach()[rows_R].requires_grad_(i in given) for i, x in enumerate(tensors)]
+    for number, rows in enumerate(pieces):
+        leaves = [
+            x.detach()[own].requires_grad_(i in given) for i, (x, own) in enumerate(zip(tensors, rows, strict=True))
+        ]
         # As views: autocast would keep its copies of leaves until the last piece.
         total, figures = terms(number, *(x.view_as(x) for x in leaves))
         sums.append((total.detach(), figures))
@@ -63,24 +68,20 @@ def sum_pieces(
         own = [leaves[i] for i in given]
         first = not parameters
         parameters = parameters or _parameters(total, own)
-        of_rows, of_parameters = _gradients(total * scale, own, parameters)
-        for into, gradient in zip(gradients, of_rows, strict=True):
-            into[rows_R] = gradient
-        summed = of_parameters if first else [into.add_(more) for into, more in zip(summed, of_parameters, strict=True)]
-        del of_rows, of_parameters  # before the next piece
+        found = torch.autograd.grad(total * scale, [*own, *parameters], materialize_grads=True)
+        for into, i, gradient in zip(gradients, given, found, strict=False):
+            into[rows[i]] = gradient
+        of_parameters = found[len(own) :]
+        if first:  # where two parameters are added up, autograd gives one gradient for both
+            summed = [x.clone() if any(x is y for y in of_parameters[:i]) else x for i, x in enumerate(of_parameters)]
+        else:
+            for into, gradient in zip(summed, of_parameters, strict=True):
+                into.add_(gradient)
+        del found, of_parameters  # before the next piece
     total, figures = (torch.stack(values).sum(0) for values in zip(*sums, strict=True))
     if graded:
         total = _Ready.apply(total, [*gradients, *summed], scale, *(tensors[i] for i in given), *parameters)
     return total, figures
-
-
-def _gradients(
-    total: Tensor, rows: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the gradients of a piece's rows and of parameters; a gradient of nothing is zero."""
-    given = [*rows, *parameters]
-    found = torch.autograd.grad(total, given, materialize_grads=True) if given else ()
-    return list(found[: len(rows)]), list(found[len(rows) :])
 
 
 def _parameters(total: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:

@@ -38,7 +38,8 @@ class StepOutput:
         offset: the number of the step, from 0.
         rows: [R] int64 flat indices b*L+t, ascending.
         inputs: [R, ...], what `project` makes the logits of, one tensor or several.
-        project: inputs of any rows -> logits [rows, W]. It uses them and parameters, and no other tensor with a gradient.
+        project: inputs of any rows -> logits [rows, W], called once the head has returned and as often as they are asked for. It uses
+            them and parameters, and no other tensor with a gradient.
         feature: [R, H] the predicted last state of the target at position t+1+offset (EAGLE-1).
         confidence: [R] the log-odds that the drafted token is accepted, given that those before it are (DSpark).
         stops: [R] bool, True where the draft ends before this token, which it must not depend on.
@@ -55,6 +56,9 @@ class StepOutput:
     precision: tuple[torch.dtype, bool] = (torch.float32, False)
 
     def __post_init__(self) -> None:
+        assert all(isinstance(x, Tensor) for x in self.sources), (
+            "inputs are tensors, and `project` makes logits of them"
+        )
         kind = self.rows.device.type
         if torch.is_autocast_enabled(kind):
             object.__setattr__(self, "precision", (torch.get_autocast_dtype(kind), True))

@@ -164,8 +164,9 @@ def evaluate_heldout(
         with drafting(head):
             output = head(batch, max(train_steps, num_speculative_tokens))
             divisor = loss_divisor(batch, spec, head)
-        trained = HeadOutput(output.steps[:train_steps], output.tuned)
-        scored = head_loss(trained, batch, target_head, head.draft_vocab, spec)
+            trained = HeadOutput(output.steps[:train_steps], output.tuned)
+            scored = head_loss(trained, batch, target_head, head.draft_vocab, spec)
+            accepted = acceptance(output, batch, target_head, head.draft_vocab, sampling)
         tuned += 0 if scored.tuned is None else scored.tuned.double().cpu()
         of_slice = losses[samples[0][0].slice]
         of_slice[0] += float(scored.loss_sum)
@@ -173,7 +174,6 @@ def evaluate_heldout(
         sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()
         chosen = batch.top1.flatten()[output.steps[0].rows + 1].cpu()
         choices += torch.bincount(chosen, minlength=len(choices))
-        accepted = acceptance(output, batch, target_head, head.draft_vocab, sampling)
         answers = find_answers(batch)
         for answer, tally in zip(answers, simulate(accepted.c_BLK, answers, num_speculative_tokens), strict=True):
             tallies[samples[answer.row][answer.document].slice].append(tally)

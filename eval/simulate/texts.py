@@ -71,7 +71,7 @@ def head_simulator(head: DraftHead, *, tree: StaticTree | None = None, greedy_dr
         vocab_W = head.draft_vocab
         with drafting(head):
             output = head(batch, max_k)
-        return acceptance(output, batch, target.head, vocab_W, sampling, tree=tree, greedy_drafts=greedy_drafts)
+            return acceptance(output, batch, target.head, vocab_W, sampling, tree=tree, greedy_drafts=greedy_drafts)
 
     return Simulator(accept, head.reads.layer_ids, None if tree is None else tree.levels)
 

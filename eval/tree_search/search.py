@@ -93,8 +93,7 @@ def read_ranks(target: Target, head: DraftHead, samples: Sequence[Tokenized], de
     ranks, conversations = [], []
     for indices, batch in target_passes(target, ordered, head.reads.layer_ids):
         with drafting(head):
-            output = head(batch, depth)
-        ranks_BLD = token_ranks(output, batch, head.draft_vocab, most).cpu().numpy()
+            ranks_BLD = token_ranks(head(batch, depth), batch, head.draft_vocab, most).cpu().numpy()
         for answer in find_answers(batch):
             # The root x_r is drafted from by row t = r - 1.
             ranks.append(ranks_BLD[answer.row, answer.first - 1 : answer.last - 1])

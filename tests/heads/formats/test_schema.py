@@ -100,6 +100,8 @@ def test_a_tensor_of_another_shape_is_refused_by_the_reading_that_follows_every_
     layout: str, tmp_path: Path
 ) -> None:
     files = files_for(layout)
+    write_model_files(tmp_path, files.config, files.tensors, files.weights)
+    layouts()[layout].load(tmp_path, make_target())
     for name, value in files.tensors.items():
         cut = value[..., :-1] if value.any() else torch.ones_like(value[..., :-1])  # zeros may stand for no bias
         folder = tmp_path / name

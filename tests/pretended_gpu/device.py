@@ -181,7 +181,7 @@ class PretendedGpu:
         if any(isinstance(x, torch.Generator) for x in leaves):
             raise MixedDevicesError(f"{name} at {here()}: a generator of the CPU draws numbers for cuda:{index}")
         if far:
-            self._check_devices(name, args, leaves, index)
+            self._check_devices(func, name, args, kwargs, leaves, index)
         return self._launch(func, name, args, kwargs, leaves, index)
 
     def _run_on_host(self, func: Any, args: Any, kwargs: dict[str, Any], leaves: list[Any]) -> Any:
@@ -197,9 +197,12 @@ class PretendedGpu:
         out = func(*args, **kwargs)
         return self.pin(out) if pin else out
 
-    def _check_devices(self, name: str, args: Any, leaves: list[Any], index: int) -> None:
-        """Raise MixedDevicesError as CUDA does; numbers of the CPU may meet any tensor, its indices are copied over."""
+    def _check_devices(self, func: Any, name: str, args: Any, kwargs: Any, leaves: list[Any], index: int) -> None:
+        """Raise MixedDevicesError as CUDA does; numbers of the CPU may meet the tensors of an operation that goes number by number,
+        its indices are copied over."""
         tensors = [x for x in leaves if isinstance(x, Tensor)]
+        meets_numbers = torch.Tag.pointwise in func.tags or name in INDEXING
+        changed = {id(x) for x in changed_by(func, args, kwargs)}
         if name in INDEXING and isinstance(args[0], GpuTensor):
             for x in args[1]:
                 if isinstance(x, Tensor) and not isinstance(x, GpuTensor):
@@ -209,7 +212,8 @@ class PretendedGpu:
             tensors = [x for x in tensors if id(x) not in indices or isinstance(x, GpuTensor)]
         for x in tensors:
             other = index_of(x)
-            if other != index and not (other is None and x.dim() == 0):
+            number = other is None and x.dim() == 0 and meets_numbers and id(x) not in changed
+            if other != index and not number:
                 where = "the CPU" if other is None else f"cuda:{other}"
                 raise MixedDevicesError(
                     f"{name} at {here()}: expected all tensors on cuda:{index}, but one of {tuple(x.shape)} {x.dtype} is on "

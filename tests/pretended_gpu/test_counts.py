@@ -31,7 +31,7 @@ from draftsmith.train import loop, parallel
 from draftsmith.train.parallel import WrappedHead
 from draftsmith.train.schedule import TrainData
 from tests.gpu.support import LAYERS, OPTIONS, make_head, make_recipe, make_target, make_texts
-from tests.pretended_gpu.counts import Counts
+from tests.pretended_gpu.counts import ROOT, Counts
 from tests.pretended_gpu.cuda import pretended_gpu
 
 TABLE = Path(__file__).with_name("counts.json")
@@ -157,7 +157,12 @@ def name_of(name: str, temperature: int, rows: int) -> str:
 
 def test_the_table_holds_every_case_and_no_other() -> None:
     expected = {f"training step, {method}" for method in methods()} | {name_of(*case) for case in CASES}
-    assert json.loads(TABLE.read_text(encoding="utf-8")).keys() == expected | {"versions"}
+    table = json.loads(TABLE.read_text(encoding="utf-8"))
+    assert table.keys() == expected | {"versions"}
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    assert table["versions"] == {name: pins[name] for name in VERSIONS}, (
+        "or every test here skips: write the table again"
+    )
 
 
 @pytest.mark.skipif(WRITE, reason="the table is written")

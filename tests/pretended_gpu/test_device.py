@@ -47,6 +47,9 @@ def test_a_tensor_left_behind_is_found_and_named(gpu):
         x.numpy()
     assert x[torch.arange(2)].tolist() == [0, 1], "a GPU's tensor takes indices from the CPU"
     assert (x + torch.tensor(1)).device == torch.device("cuda", 0), "and numbers"
+    for mixed in (lambda: torch.zeros(()).add_(x[0]), lambda: torch.stack([x[0], torch.tensor(1)])):
+        with pytest.raises(MixedDevicesError, match="on the CPU"):
+            mixed()
     assert x.cpu().device.type == "cpu"
     assert torch.zeros_like(x).is_cuda
 

@@ -101,7 +101,11 @@ class _Earlier:
     def __init__(self, path: Path | None, spec: StoreSpec) -> None:
         """path: None for none. spec: of the new store; another target's, dtype's or a store without its layers is left alone."""
         self._store: FeatureStore | None = None
-        index = None if path is None or not (path / INDEX_NAME).exists() else read_index(path)
+        index = None
+        try:
+            index = None if path is None or not (path / INDEX_NAME).exists() else read_index(path)
+        except UserError as error:  # of an earlier version of draftsmith, or damaged
+            say(f"features: nothing is taken from the earlier store ({str(error).rstrip('.')})")
         if (
             path is not None
             and index is not None

@@ -81,7 +81,7 @@ class StoreIndex:
     def name(self, number: int) -> str:
         """Return the name of a sample."""
         start = int(self.samples["name"][number - 1]) if number else 0
-        return self.names[start : self.samples["name"][number]].tobytes().decode()
+        return self.names[start : self.samples["name"][number]].tobytes().decode(errors="replace")
 
 
 def sample_record(layers: int) -> np.dtype:
@@ -186,13 +186,30 @@ def _column(path: Path, record: np.dtype) -> np.ndarray:
         return np.memmap(file, record, "r", shape=(count,)).view(np.ndarray) if count else np.empty(0, record)
 
 
+def _in_order(index: StoreIndex) -> bool:
+    """Whether offsets grow and no sample is empty, of another slice, or beside its shard: a checksum can be computed by anybody."""
+    shards, samples = index.shards, index.samples
+    if not len(shards) or not len(samples):
+        return not len(shards) and not len(samples)
+    ends = shards["samples"].astype(np.float64)  # in which differences may be negative
+    names = samples["name"].astype(np.float64)
+    return bool(
+        ends[0] > 0
+        and (np.diff(ends) > 0).all()
+        and (np.diff(names) >= 0).all()
+        and (samples["length"] > 0).all()
+        and (samples["slice"] < len(index.spec.slices)).all()
+        and (samples["name"][shards["samples"].astype(np.int64) - 1] == shards["names"]).all()
+    )
+
+
 def _check_records(folder: Path, index: StoreIndex) -> None:
     """Raise UserError where records are not those that were written, or a shard's file has another size."""
     shards, samples, names = (part.view("u1").data for part in (index.shards, index.samples, index.names))
     start = name = 0
     # As bytes and lists, since there may be many shards.
     columns = (index.shards[key].tolist() for key in ("samples", "names", "bytes"))
-    good = not len(index.samples) or int(index.samples["slice"].max()) < len(index.spec.slices)
+    good = _in_order(index)
     for number, (count, to, size) in enumerate(zip(*columns, strict=True)):
         end, at = count * index.samples.itemsize, number * SHARD_RECORD.itemsize
         found = _digest(shards[at : at + _COUNTS], samples[start:end], names[name:to])

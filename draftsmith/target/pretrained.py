@@ -78,8 +78,7 @@ def open_model(
     take, an unknown dtype, a missing device.
     """
     try:
-        where = torch.device(device)
-        torch.empty(1, device=where)
+        where = torch.empty(1, device=device).device  # with its number, which threads of transformers would not know
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {str(device)!r} is not available here ({first_line(error)}): use cpu.") from error
     if dtype != "auto" and dtype not in DTYPES:
@@ -102,8 +101,9 @@ def open_model(
             source,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attention,
-            # Each tensor goes straight there: whole models of several processes would not fit into a machine's memory.
-            device_map=None if where.type == "cpu" else {"": where},
+            # Each tensor goes straight there: whole models of several processes would not fit into a machine's memory. Quantizers
+            # would take a GPU by themselves.
+            device_map=None if where.type == "cpu" and quantized is None else {"": where},
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # told by `check_taken`, by name

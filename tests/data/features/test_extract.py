@@ -1,6 +1,7 @@
 """Extraction is held against the plain model, against itself online, and against interruptions."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -218,7 +219,10 @@ def test_a_longer_list_of_samples_adds_to_the_store(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(extract_module, "compute_features", counted)
     other = Target(tiny_model("llama", seed=1), path="memory", fingerprint="other")
     extract(other, samples[5:7], tmp_path / "other", **settings)
-    for name, expected in (("fewer", {*range(5), 10, 11}), ("other", set(range(12))), ("none", set(range(12)))):
+    older = shutil.copytree(tmp_path / "fewer", tmp_path / "older") / "index.json"
+    older.write_text(older.read_text().replace('"schema_version": 3', '"schema_version": 1'))
+    every = set(range(12))
+    for name, expected in (("fewer", {*range(5), 10, 11}), ("other", every), ("older", every), ("none", every)):
         computed.clear()
         extract(make_target(), samples, tmp_path / f"after-{name}", **settings, kept=tmp_path / name)
         assert sorted(computed) == sorted(f"line-{number}" for number in expected)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from draftsmith.data.batch import Features
+from draftsmith.data.features import index as store_index
 from draftsmith.data.features import store as features
 from draftsmith.data.features.index import StoreSpec, read_index
 from draftsmith.data.features.store import FeatureStore, FeatureWriter, check_disk_space, estimate_bytes
@@ -189,6 +191,29 @@ def refused(path: Path, *words: str, **options: object) -> None:
     text = str(info.value)
     assert all(word in text for word in words), text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [("length", 0), ("slice", 9), ("name", 2**63), ("name", 0), ("samples", 0), ("samples", 2**63)]
+)
+def test_records_out_of_order_are_refused_though_their_checksum_is_right(
+    column: str, value: int, tmp_path: Path
+) -> None:
+    """Anybody can compute it."""
+    write_store(tmp_path, make_features(), SPEC)
+    found = read_index(tmp_path)
+    shards, samples = found.shards.copy(), found.samples.copy()
+    assert len(shards) > 2
+    (shards if column == "samples" else samples)[column][1] = value
+    start = name = 0
+    for number, shard in enumerate(shards):
+        end, to = int(shard["samples"]), int(shard["names"])
+        parts = shards[number : number + 1].tobytes()[: store_index._COUNTS], samples[start:end].tobytes()
+        shard["checksum"] = np.void(store_index._digest(*parts, found.names[name:to].tobytes()))
+        start, name = end, to
+    (tmp_path / store_index.SHARDS).write_bytes(shards.tobytes())
+    (tmp_path / store_index.SAMPLES).write_bytes(samples.tobytes())
+    refused(tmp_path, "is corrupt")
 
 
 def test_what_is_half_written_is_swept_in_the_stores_own_folder_alone(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class StepOutput:
         offset: the number of the step, from 0.
         rows: [R] int64 flat indices b*L+t, ascending.
         inputs: [R, ...], what `project` makes the logits of, one tensor or several.
-        project: inputs of any rows -> logits [rows, W], called once the head has returned and as often as they are asked for. It uses
+        project: inputs of any rows, or of none -> logits [rows, W], called once the head has returned and as often as they are asked for. It uses
             them and parameters, and no other tensor with a gradient.
         feature: [R, H] the predicted last state of the target at position t+1+offset (EAGLE-1).
         confidence: [R] the log-odds that the drafted token is accepted, given that those before it are (DSpark).

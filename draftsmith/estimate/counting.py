@@ -147,7 +147,8 @@ class HeadCost:
                     most.append(meter.most - alive)
                     del scored
         copies = sum(copy.untyped_storage().nbytes() for _, copy in autocast.copies.values())
-        per_logit = max(0.0, (most[0] - most[1]) / max(1, whole - half))
+        # Of a few rows there is one piece alone.
+        per_logit = most[0] / whole if whole == half else max(0.0, (most[0] - most[1]) / (whole - half))
         return TextCost(
             meter.products,
             meter.attention,

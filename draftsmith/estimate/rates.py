@@ -24,7 +24,7 @@ from draftsmith.data.features.index import DTYPES
 from draftsmith.decoder.cache import KVCache, run_draft
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.loop import Stopwatch
-from draftsmith.decoder.sampling import Noise
+from draftsmith.decoder.sampling import Noise, NoiseTable
 from draftsmith.decoder.verify import verify
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost
@@ -141,9 +141,11 @@ class _Bench:
         draft, keys_B = Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), ids_BN[:, 0]
         sampling = replace(self.recipe.answers.sampling, repetition_penalty=1.0)  # there are no texts to look back at
 
+        table = NoiseTable(keys_B.tolist(), [self.context] * texts, target.device)
+
         def job() -> None:
             logits_BNV = target.head.logits(run_draft(target, cache, draft, longest=self.context).last)
-            verify(draft, logits_BNV, sampling, Noise(keys_B, cache.lengths_B))
+            verify(draft, logits_BNV, sampling, Noise(keys_B, cache.lengths_B, table, self.context))
 
         return texts * tokens * self.shape.step_flops(self.context) / _time(job, target.device)
 

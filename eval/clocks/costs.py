@@ -14,7 +14,7 @@ from draftsmith.decoder.answers import Request
 from draftsmith.decoder.cache import KVCache, entry_bytes, layer_shapes, run_draft
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts, TargetAlone
 from draftsmith.decoder.loop import Loop, Stopwatch
-from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.sampling import NoiseTable, Sampling
 from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.results.result import Costs, TargetInfo
@@ -292,5 +292,10 @@ def _draft_job(drafter: Drafter, prompts: Prompts, sampling: Sampling) -> Job:
         torch.full_like(new_tokens.count_B, 2),
     )
     zeros_B = torch.zeros_like(prompts.length_b)
-    state = DecodeState(new_tokens.tokens_Bn[:, -1], prompts.length_b, zeros_B + 10_000, zeros_B, last_two, sampling)
+    lengths = prompts.length_b.tolist()
+    table = NoiseTable([0] * rows, lengths, zeros_B.device)
+    root_B, limit_B = new_tokens.tokens_Bn[:, -1], zeros_B + 10_000
+    state = DecodeState(
+        root_B, prompts.length_b, limit_B, zeros_B, last_two, sampling, tuple(lengths), (10_000,) * rows, table
+    )
     return lambda: drafter.propose(state)

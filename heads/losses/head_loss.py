@@ -241,7 +241,10 @@ def _spans(indices: Sequence[Tensor], positions: int, count: int) -> list[list[s
     """Return the rows of each step in each piece of `count` positions. indices: the number of each row's position, ascending."""
     edges_P = torch.arange(0, max(1, positions), count, device=indices[0].device)
     # One question to the device.
-    begins = torch.stack([torch.searchsorted(index, edges_P) for index in indices], 1).tolist()
+    disorder = torch.stack([(index.diff() < 0).any() for index in indices])[None]
+    begins_PS = torch.stack([torch.searchsorted(index, edges_P) for index in indices], 1)
+    *begins, disordered = torch.cat([begins_PS, disorder]).tolist()
+    assert not any(disordered), "the rows of a step ascend"
     ends = [*begins[1:], [len(index) for index in indices]]
     return [[slice(*span) for span in zip(*both, strict=True)] for both in zip(begins, ends, strict=True)]
 

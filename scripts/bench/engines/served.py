@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from draftsmith.data.features.index import SCHEMA_VERSION
 from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
@@ -138,7 +139,8 @@ def _recipe_words(
     Folders are named after the settings that decide their content, so that a changed recipe trains anew.
     """
     shared = parse_recipe(["--recipe", f"recipes/eagle3/{recipes}.yaml", *SHORT, *words])
-    data = work / f"data-{fingerprint({key: asdict(shared)[key] for key in _DATA_KEYS})}"
+    made_of = {key: asdict(shared)[key] for key in _DATA_KEYS} | {"store": SCHEMA_VERSION}
+    data = work / f"data-{fingerprint(made_of)}"
     plain = ["--recipe", f"recipes/{method}/{recipes}.yaml", *SHORT, *own, "--data_dir", str(data), *words]
     folder = work / "heads" / f"{slug(name)}-{fingerprint(asdict(parse_recipe(plain)))}"
     return [*plain, "--output_dir", str(folder)]

@@ -36,7 +36,7 @@ class Progress:
 
     step: optimizer steps done. best_*: the best evaluation so far; its step is 0 while that is still the head that training started
     from. stale: evaluations since the best. window: micro-batches per step over all processes. train_seconds: of these steps, without
-    evaluations and checkpoints; None if an earlier version took some, which did not count them.
+    evaluations and checkpoints; None if an earlier version took some, which did not count them. order: `Schedule.order`.
     """
 
     step: int = 0
@@ -47,6 +47,7 @@ class Progress:
     stale: int = 0
     window: int = 0
     train_seconds: float | None = 0.0
+    order: str = ""
 
 
 def save_training_state(accelerator: Accelerator, folder: Path, progress: Progress, head: DraftHead) -> None:

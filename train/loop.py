@@ -118,14 +118,20 @@ class _Run:
         return progress
 
     def check_window(self, progress: Progress) -> Progress:
-        """Return `progress` with the micro-batches per step. Raises UserError where its checkpoint had another number of them."""
+        """Return `progress` with the micro-batches per step and the order of samples. Raises UserError where its checkpoint had
+        another number of them, or another order: some samples would be learned twice in an epoch, and some never."""
         if progress.window not in (0, self.schedule.window):
             raise UserError(
                 f"The checkpoint in {self.folder} was made with {progress.window} micro-batches per step over all processes, "
                 f"now there are {self.schedule.window} ({self.accelerator.num_processes} processes x train.accumulation="
                 f"{self.spec.accumulation}): choose them so that their product is the same, or add --redo train."
             )
-        return replace(progress, window=self.schedule.window)
+        if progress.step and progress.order != self.schedule.order:
+            raise UserError(
+                f"The checkpoint in {self.folder} took the samples in another order: the hidden states were stored again since, or by "
+                "another version of draftsmith; add --redo train."
+            )
+        return replace(progress, window=self.schedule.window, order=self.schedule.order)
 
     def describe(self) -> dict[str, Any]:
         """Return what dashboards show beside the figures: the recipe, what the head is made from, and with what."""

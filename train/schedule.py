@@ -8,13 +8,15 @@ Muon (Jordan et al. 2024) the weight matrices inside the head and AdamW its outp
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.utils.data import Dataset
+from xxhash import xxh3_64_hexdigest
 
-from draftsmith.data.batch import TrainBatch, collate, plan_batches
+from draftsmith.data.batch import WINDOW_SHARDS, TrainBatch, collate, plan_batches
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.decoder.sampling import row_key
 from draftsmith.heads.base import DraftHead
@@ -54,6 +56,14 @@ class Schedule:
     def window(self) -> int:
         """Micro-batches per optimizer step, over all processes."""
         return self.processes * self.spec.accumulation
+
+    @cached_property
+    def order(self) -> str:
+        """A digest of the order of samples, where it follows the shards; "" where it follows from their number and the seed."""
+        if self.shards is None or len(self.shards.unique()) <= WINDOW_SHARDS:
+            return ""
+        counted = (micro.rows for micro in self.epoch(0) if micro.counts)
+        return xxh3_64_hexdigest(repr([*counted]).encode())
 
     def epoch(self, number: int) -> list[Micro]:
         """Return epoch `number`'s micro-batches, filled up to whole windows."""

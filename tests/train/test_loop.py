@@ -183,6 +183,10 @@ def test_interrupt_saves_a_checkpoint_and_resume_goes_on(
     (tmp_path / "cut" / "step_99.tmp").mkdir()
     (tmp_path / "cut" / "step_98").mkdir()
     assert latest_checkpoint(tmp_path / "cut") == found
+    with monkeypatch.context() as stored_anew:
+        stored_anew.setattr(loop.Schedule, "order", "of other shards")
+        with pytest.raises(UserError, match=r"took the samples in another order: .* add --redo train"):
+            train(make_recipe(), target, make_head(target), data, tmp_path / "cut")
     train(make_recipe(), target, make_head(target), data, tmp_path / "cut")
     for name in ("metrics.jsonl", "best/model.safetensors"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

@@ -102,12 +102,14 @@ def test_an_epoch_opens_every_shard_in_one_stretch(tmp_path: Path, monkeypatch: 
     opened, real = [], store.safe_open
     monkeypatch.setattr(store, "safe_open", lambda file, **options: opened.append(file) or real(file, **options))
     index, rows = list(range(1, 300)), TrainSpec(row_tokens=12, rows=2)
-    whole = None
+    whole, order = None, ""
+    assert Schedule([3] * len(index), rows, 5, 1, source.shards[index] // 9).order == "", "as without shards"
     for processes in (1, 2, 3):
         plan = Schedule([3] * len(index), rows, 5, processes, source.shards[index])
         counted = [micro for micro in plan.epoch(1) if micro.counts]
-        whole = whole or counted
+        whole, order = whole or counted, order or plan.order
         assert counted == whole
+        assert plan.order == order != ""
         for rank in range(processes):
             reader, micros = FeatureStore(tmp_path), plan.share(1, rank)
             opened.clear()
@@ -116,6 +118,7 @@ def test_an_epoch_opens_every_shard_in_one_stretch(tmp_path: Path, monkeypatch: 
             assert len(read) == len(micros)
             assert len(opened) <= 2 * 150
             assert len(set(opened)) > store.OPEN_SHARDS
+    assert Schedule([3] * len(index), rows, 5, 1, source.shards[index] // 2).order not in ("", order)
 
 
 class Head(nn.Module):

@@ -169,8 +169,9 @@ def test_prompts_are_read_without_a_mask_as_any_text_is(kind: str, monkeypatch: 
         for _ in range(2):
             found = run_draft(target, cache, Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), (1,), rows_b, longest=0)
             for ours, theirs in ((found.last, plain.last), (found.aux, plain.aux)):
-                assert torch.equal(ours[0], theirs[0])
-                assert torch.equal(ours[1:, :11], theirs[1:, :11])
+                # Experts sum other rows together when a batch is padded, and BLAS rounds by how many rows there are.
+                torch.testing.assert_close(ours[0], theirs[0])
+                torch.testing.assert_close(ours[1:, :11], theirs[1:, :11])
 
 
 def slow_mask(lengths: list[int], ancestors: Tensor, visible: int, depth: Tensor, window: int | None) -> Tensor:

@@ -47,6 +47,13 @@ class Method:
     """The method that engines take a trained head for; "": its own."""
     launcher: str = "head.py"
     """The file in train/ that `accelerate launch` starts; head.py trains every method."""
+    layers: bool | str = True
+    """Whether making or training a head takes the target's layers, also where its hidden states are stored; a name is that of the
+    option with which it does. False: what it asks of them are the states of `probe_ids`."""
+
+    def needs_layers(self, options: Any) -> bool:
+        """Whether a head with these options takes the target's layers."""
+        return bool(getattr(options, self.layers)) if isinstance(self.layers, str) else self.layers
 
     @property
     def options_class(self) -> type:

@@ -312,7 +312,7 @@ def _session(name: str, words: list[str], redo: list[str], head: Path | None = N
     """Return the session of a command's recipe. made: the command by the stages that it makes, its name if left out."""
     recipe = _recipe(name, words)
     check_redo(redo, made or name, recipe)
-    return Session(recipe, redo=set(redo), head=head, words=words)
+    return Session(recipe, redo=set(redo), head=head, words=words, training=name == "train")
 
 
 def _recipe(name: str, words: list[str], example: str = "eagle3/tiny") -> Recipe:

@@ -64,8 +64,8 @@ def read_header(file: Path, remedy: str) -> list[TensorSpan]:
     return spans
 
 
-def read_index(index: Path, remedy: str) -> dict[str, str]:
-    """Return tensor name -> file name of an index of several weight files, all of which lie beside it.
+def read_index(index: Path, remedy: str, *, partly: bool = False) -> dict[str, str]:
+    """Return tensor name -> file name of an index of several weight files, all of which lie beside it, or `partly` some.
 
     Raises UserError, which ends in `remedy`, for an index that names nothing, anything outside its folder, or a file that
     is missing.
@@ -73,16 +73,16 @@ def read_index(index: Path, remedy: str) -> dict[str, str]:
     listed = read_object(index, remedy).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise UserError(f"{index} is no index of weight files (it has no weight_map): {remedy}.")
-    check_file_names(index, listed.values(), remedy)
+    check_file_names(index, listed.values(), remedy, partly=partly)
     return listed
 
 
-def check_file_names(index: Path, names: Iterable[Any], remedy: str) -> None:
-    """Raise UserError where `index` names what is no file in its own folder."""
+def check_file_names(index: Path, names: Iterable[Any], remedy: str, *, partly: bool = False) -> None:
+    """Raise UserError where `index` names what is no file in its own folder; `partly`: files may be missing there."""
     for name in sorted(set(map(str, names))):
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
             raise UserError(f"{index} names the file {name[:80]!r}, which is not in its folder: {remedy}.")
-        if not (index.parent / name).is_file():
+        if not (partly or (index.parent / name).is_file()):
             raise UserError(f"The file {index.parent / name}, which {index.name} names, is missing: {remedy}.")
 
 

@@ -19,8 +19,10 @@ from draftsmith.data.features.store import FeatureSource, FeatureStore
 from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import layer_ids_of
+from draftsmith.heads.layers.from_target import final_norm_weight
 from draftsmith.progress import say
 from draftsmith.stages.session import Session
+from draftsmith.target.parts import PARTS, write_parts
 from draftsmith.train.process import world
 
 _LOOKED_AT = 64
@@ -80,6 +82,7 @@ def answers_stage(session: Session) -> Path | None:
     _grow(session, "answers", inputs, _DATA["answers"])
     if session.begin("answers", inputs):
         return path
+    session.load_layers()
     prompts = prepare_prompts(
         session.tokenizer,
         session.conversations,
@@ -219,6 +222,7 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
     if not session.begin("features", inputs):
         resumed = "the rest of them " if any(path.glob("shard-*.safetensors")) else ""
         started = time.perf_counter()
+        session.load_layers()
         extract(
             session.target,
             samples,
@@ -233,6 +237,7 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
         tokens = sum(len(s.ids) for s in samples)
         size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
         read_index(path)  # before earlier ones are removed
+        write_parts(session.target, path / PARTS, stored, final_norm_weight(session.target))
         session.finish("features", {"tokens": tokens, "seconds": seconds, "bytes": size})
         say(f"features: {tokens} tokens, {resumed}in {seconds:.0f} s, {path}")
     return FeatureStore(path, fingerprint=session.target.fingerprint, verify=spec.verify)

@@ -20,6 +20,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.formats.engines import Again
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import tuned_from
+from draftsmith.heads.registry import find_method
 from draftsmith.heads.warm_start import adopt_options
 from draftsmith.memory import keep_freed_memory
 from draftsmith.progress import hush, say, warn_anew
@@ -30,6 +31,7 @@ from draftsmith.stages.run import RunDirectory
 from draftsmith.storage import fingerprint
 from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.identity import TargetIdentity
+from draftsmith.target.parts import PARTS, TargetParts, open_parts
 from draftsmith.target.pretrained import weights_directory
 from draftsmith.target.target import Target, describe_context
 from draftsmith.train.meeting import STEP, meeting
@@ -40,14 +42,20 @@ class Session:
     """A recipe, its run directory, and what several stages load only once.
 
     redo: stages to make again. head: the folder of the head to measure or export, or of its run; None for this run's own.
-    processes: of the training. again: how its command is given again: the folder, and the words that name the recipe.
+    training: nothing comes after the training. processes: of the training. again: how its command is given again: the folder, and the words that name the recipe.
     """
 
     def __init__(
-        self, recipe: Recipe, *, redo: set[str] | None = None, head: Path | None = None, words: Sequence[str] = ()
+        self,
+        recipe: Recipe,
+        *,
+        redo: set[str] | None = None,
+        head: Path | None = None,
+        words: Sequence[str] = (),
+        training: bool = False,
     ) -> None:
         warn_anew()
-        self.recipe, self.named_head = recipe, head
+        self.recipe, self.named_head, self._training = recipe, head, training
         self.again = Again(str(Path.cwd()), tuple(words)) if words else Again()
         self.processes = world().size
         # Stages to remove when they begin; each once, and by one process only.
@@ -92,17 +100,41 @@ class Session:
         """Load the target, or the model in `path` with the same settings, and check that the decoder runs it exactly."""
         own = {"path": path or self.target_path, "dtype": dtype, "device": self.device}
         target = draftsmith.load_target(**asdict(self.recipe.target) | own)
+        self._tell_context(target)
+        return target
+
+    def _tell_context(self, target: Target) -> None:
         if (words := describe_context(target.config)) != str(target.context_length):
             self.warn(
                 f"the context of {target.path} ends at {words}; how engines continue longer texts is not measured here: "
                 "keep those that you serve within it, and data.max_length too."
             )
-        return target
 
     @cached_property
     def target(self) -> Target:
-        """The target in the dtype for answers and hidden states."""
+        """The target in the dtype for answers and hidden states, without its layers where a finished store is all that is left to
+        read (see `load_layers`)."""
+        if (parts := self._target_of_store()) is not None:
+            self._tell_context(parts)
+            return parts
         return self.load_target(self.recipe.target.dtype)
+
+    def _target_of_store(self) -> Target | None:
+        """Open the target of a finished store, from which this session only trains; None where its layers are needed."""
+        recipe = self.recipe
+        needed = not self._training or find_method(recipe.method).needs_layers(recipe.head)
+        if needed or recipe.features.source != "store" or self.redo & set(DATA_STAGES):
+            return None
+        if (record := self.data.record("features")) is None or record.state != "done":
+            return None
+        own = {"path": self.target_path, "device": self.device}
+        return open_parts(file=recipe.data_path / "features" / PARTS, **asdict(recipe.target) | own)
+
+    def load_layers(self) -> None:
+        """Load the whole target, where `target` is without its layers."""
+        if isinstance(self.target, TargetParts):
+            self.drop_target()
+            self.__dict__["target"] = self.load_target(self.recipe.target.dtype)
 
     def drop_target(self) -> None:
         """Free the target's memory for processes that load their own copy; the next use here loads it again."""

@@ -261,15 +261,16 @@ def read_directory(directory: Path) -> list[TensorSpan]:
     return spans
 
 
-def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files that from_pretrained would read; empty where there are none."""
+def weight_files(directory: Path, *, partly: bool = False) -> list[Path]:
+    """Return the safetensors files that from_pretrained would read; empty where there are none. partly: those of an index may be
+    missing."""
     index = directory / "model.safetensors.index.json"
     single = directory / "model.safetensors"
     if single.is_file():
         return [single]
     if not index.is_file():
         return []
-    return [directory / name for name in sorted(set(read_index(index, _TARGET).values()))]
+    return [directory / name for name in sorted(set(read_index(index, _TARGET, partly=partly).values()))]
 
 
 def _pieces(size: int, everything: bool) -> Iterator[tuple[int, int]]:

@@ -16,5 +16,6 @@ METHOD = Method(
     options=":DFlashOptions",
     drafter="head:DFlashDrafter",
     formats="formats",
+    layers=False,
     trees=frozenset({"static", "drawn"}),
 )

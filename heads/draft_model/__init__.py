@@ -56,4 +56,5 @@ METHOD = Method(
     options=":DraftLmOptions",
     drafter="head:DraftLmDrafter",
     formats="formats",
+    layers="layers_from_target",
 )

@@ -25,4 +25,5 @@ METHOD = Method(
     options=":DSparkOptions",
     drafter="head:DSparkDrafter",
     formats="formats",
+    layers=False,
 )

@@ -50,6 +50,7 @@ METHOD = Method(
     options=":Eagle1Options",
     drafter="draftsmith.heads.eagle.drafter:EagleDrafter",
     formats="formats",
+    layers=False,
     trees=frozenset({"static", "drawn", "dynamic"}),
     launcher="eagle.py",
 )

@@ -30,6 +30,7 @@ METHOD = Method(
     options=":Eagle3Options",
     drafter="draftsmith.heads.eagle.drafter:EagleDrafter",
     formats="formats",
+    layers=False,
     trees=frozenset({"static", "drawn", "dynamic"}),
     launcher="eagle.py",
 )

@@ -61,5 +61,6 @@ METHOD = Method(
     options=":HydraOptions",
     drafter="head:HydraDrafter",
     formats="formats",
+    layers=False,
     trees=frozenset({"static", "drawn"}),
 )

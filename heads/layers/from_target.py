@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.errors import UserError
+from draftsmith.target.parts import TargetParts
 from draftsmith.target.pretrained import is_close, probe_ids
 from draftsmith.target.target import Target
 
@@ -150,7 +151,8 @@ def start_norm(norm: nn.Module, target: Target, scale: float = 1.0) -> float:
     Returns:
         The factor that the projection still needs: 1 where the norm has taken `scale`.
     """
-    weight, target_weight = norm.weight, final_norm_weight(target)
+    weight = norm.weight
+    target_weight = target.final_norm if isinstance(target, TargetParts) else final_norm_weight(target)
     if target_weight is None or not isinstance(weight, Tensor) or weight.shape != target_weight.shape:
         return scale
     size = float(2 ** (sizes(target)[0] / target_weight.square().mean().sqrt()).log2().round())

@@ -28,6 +28,7 @@ METHOD = Method(
     options=":MedusaOptions",
     drafter="head:MedusaDrafter",
     formats="formats",
+    layers=False,
     trees=frozenset({"static", "drawn"}),
     launcher="medusa.py",
 )

@@ -47,5 +47,6 @@ METHOD = Method(
     options=":PEagleOptions",
     drafter="head:PEagleDrafter",
     formats="formats",
+    layers=False,
     trees=frozenset({"static", "drawn"}),
 )

@@ -6,23 +6,23 @@ Ht target hidden size, V target vocab.
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from draftsmith.data.batch import Features, Tokenized, plan_chunks, plan_passes
+from draftsmith.data.batch import CHUNK_BATCHES, Features, Tokenized, plan_chunks, plan_passes
 from draftsmith.data.features.index import INDEX_NAME, StoreSpec, parse_dtype, read_index
 from draftsmith.data.features.store import (
-    SHARD_BYTES,
     FeatureStore,
-    FeatureWriter,
     check_disk_space,
     estimate_bytes,
     readable_bytes,
 )
+from draftsmith.data.features.writing import SHARD_BYTES, Behind, FeatureWriter, HostCopies, Rows, rows_of
 from draftsmith.errors import UserError
 from draftsmith.progress import Bar, say
 from draftsmith.target.target import Target, TargetHead, describe_context
@@ -32,6 +32,16 @@ BATCH_TOKENS = 2048
 # 128 MiB there), or what keeps a GPU busy; at least LOGITS_ROWS rows, so that the weights are not read too often.
 LOGITS_BYTES = {"cpu": 8 * 2**20, "gpu": 256 * 2**20}
 LOGITS_ROWS = 64
+
+
+@dataclass(frozen=True)
+class States:
+    """What a pass computed for its R tokens, one sample after the other: the fields of Features, on the target's device."""
+
+    aux: Tensor
+    last: Tensor
+    top1: Tensor
+    logsumexp: Tensor
 
 
 def extract(
@@ -74,25 +84,48 @@ def extract(
     check_disk_space(path, size - sum(file.stat().st_size for file in path.glob("shard-*.safetensors")))
     writer = FeatureWriter(path, spec)
     done = writer.num_samples
-    earlier = _Earlier(kept, spec)
-    total, already = sum(lengths), sum(lengths[:done])
-    with Bar(total=total, initial=already, unit="tok", unit_scale=True, desc="extract") as bar:
+    earlier, copies = _Earlier(kept, spec), HostCopies(target.device)
+    bar = Bar(total=sum(lengths), initial=sum(lengths[:done]), unit="tok", unit_scale=True, desc="extract")
+    # Two chunks are in memory at most: one that is written, and the passes of the next one.
+    with bar, Behind(CHUNK_BATCHES) as behind:
         for chunk in plan_chunks(lengths, batch_tokens):
             if chunk.end <= done:
                 continue
             # A chunk that was interrupted is computed again as a whole: the same batches give the same bits.
-            features: dict[int, Features] = {}
+            rows: dict[int, Rows] = {}
             for batch in chunk.batches:
-                features |= {i: known for i in batch if (known := earlier.get(samples[i])) is not None}
-                missing = [i for i in batch if i not in features]
+                known = {i: rows_of(found, spec) for i in batch if (found := earlier.get(samples[i])) is not None}
+                missing = {i: samples[i] for i in batch if i not in known}
+                behind.put(partial(rows.update, known))
                 if missing:
-                    part = compute_features(target, [samples[i] for i in missing], chosen, spec.torch_dtype)
-                    features.update(zip(missing, part, strict=True))
-                bar.update(sum(lengths[i] for i in batch if i >= done))
-            for index in range(max(chunk.start, done), chunk.end):
-                writer.add(features.pop(index))
-    writer.finish()
+                    states = compute_states(target, list(missing.values()), chosen, spec.torch_dtype)
+                    behind.put(partial(_receive, rows, missing, *copies.begin(by_tensor(states, chosen))))
+                behind.put(partial(bar.update, sum(lengths[i] for i in batch if i >= done)))
+            behind.put(partial(_write, writer, samples, rows, range(max(chunk.start, done), chunk.end)))
+        behind.put(writer.finish)
     return FeatureStore(path, fingerprint=target.fingerprint)
+
+
+def by_tensor(states: States, layer_ids: Sequence[int]) -> Rows:
+    """Return the states of a pass as the tensors of a shard, where they were computed."""
+    streams = states.aux.chunk(len(layer_ids), dim=-1) if layer_ids else ()
+    rows = {"last": states.last, "top1": states.top1, "logsumexp": states.logsumexp}
+    return rows | {f"aux.{k}": stream.contiguous() for k, stream in zip(layer_ids, streams, strict=True)}
+
+
+def _receive(rows: dict[int, Rows], samples: dict[int, Tokenized], states: Rows, wait: Callable[[], None]) -> None:
+    """Add to `rows` those of the samples of one pass, as soon as their states are in memory."""
+    wait()
+    lengths = [len(sample.ids) for sample in samples.values()]
+    parts = {name: tensor.split(lengths) for name, tensor in states.items()}
+    for at, (number, sample) in enumerate(samples.items()):
+        own = {"ids": sample.ids.int().cpu(), "mask": sample.mask.bool().cpu()}
+        rows[number] = own | {name: part[at] for name, part in parts.items()}
+
+
+def _write(writer: FeatureWriter, samples: Sequence[Tokenized], rows: dict[int, Rows], numbers: range) -> None:
+    for number in numbers:
+        writer.add(samples[number].sample_id, samples[number].slice, rows.pop(number))
 
 
 class _Earlier:
@@ -165,38 +198,50 @@ class OnlineSource:
 
 
 @torch.no_grad()
-def compute_features(
+def compute_states(
     target: Target, samples: Sequence[Tokenized], layer_ids: tuple[int, ...], dtype: torch.dtype
-) -> list[Features]:
-    """Run one right-padded batch and return the features of its samples, on the CPU.
+) -> States:
+    """Run one right-padded batch and return the states of its samples, on the target's device.
 
     No attention mask and no position ids are needed: in a causal model (checked at load) a token never sees the
     padding after it, and positions count from 0. aux and last are rounded to `dtype`; top1 and logsumexp are those
     of the rounded states, so that exp(logits - logsumexp) in training is a probability.
     """
     longest = max(len(sample.ids) for sample in samples)
-    ids = torch.zeros(len(samples), longest, dtype=torch.int64)
-    real = torch.zeros(len(samples), longest, dtype=torch.bool)
+    ids, kept = torch.zeros(len(samples), longest, dtype=torch.int64), []
     for row, sample in enumerate(samples):
         ids[row, : len(sample.ids)] = sample.ids
-        real[row, : len(sample.ids)] = True
-    output = target.forward(ids.to(target.device), layer_ids=layer_ids)
-    kept = real.to(target.device)
-    aux, last = output.aux[kept].to(dtype), output.last[kept].to(dtype)
-    lengths = [len(sample.ids) for sample in samples]
-    parts = (tensor.cpu().split(lengths) for tensor in (aux, last, *summarise_logits(target.head, last)))
+        kept.append(torch.arange(len(sample.ids)) + row * longest)
+    output = target.forward(_upload(ids, target.device), layer_ids=layer_ids)
+    # By numbers, as the device would have to be asked how many True a mask has.
+    real = _upload(torch.cat(kept), target.device)
+    aux, last = (states.flatten(0, 1)[real].to(dtype) for states in (output.aux, output.last))
+    return States(aux, last, *summarise_logits(target.head, last))
+
+
+def _upload(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on the device that the host does not wait for."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def compute_features(
+    target: Target, samples: Sequence[Tokenized], layer_ids: tuple[int, ...], dtype: torch.dtype
+) -> list[Features]:
+    """Run one right-padded batch, as `compute_states` does, and return the features of its samples, on the CPU."""
+    states, lengths = compute_states(target, samples, layer_ids, dtype), [len(sample.ids) for sample in samples]
+    parts = (tensor.cpu().split(lengths) for tensor in (states.aux, states.last, states.top1, states.logsumexp))
     return [
         Features(
             ids=sample.ids.long().cpu(),
             mask=sample.mask.bool().cpu(),
-            aux=row_aux,
-            last=row_last,
-            top1=row_top1,
-            logsumexp=row_logsumexp,
+            aux=aux,
+            last=last,
+            top1=top1,
+            logsumexp=logsumexp,
             sample_id=sample.sample_id,
             slice=sample.slice,
         )
-        for sample, row_aux, row_last, row_top1, row_logsumexp in zip(samples, *parts, strict=True)
+        for sample, aux, last, top1, logsumexp in zip(samples, *parts, strict=True)
     ]
 
 

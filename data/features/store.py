@@ -8,9 +8,7 @@ target (fingerprint), layers, dtype and samples, and which samples lie in which 
 its part of all tensors but aux, and one of its part of each aux: what is checked is what is read.
 """
 
-import re
 import shutil
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,33 +16,19 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from xxhash import xxh3_128
 
 from draftsmith.data.batch import WINDOW_SHARDS, Features
-from draftsmith.data.features.index import (
-    AGAIN,
-    DTYPES,
-    INDEX_NAME,
-    StoreIndex,
-    StoreSpec,
-    append_shard,
-    cut_off,
-    read_index,
-    sample_record,
-    shard_name,
-    write_index,
-)
+from draftsmith.data.features.index import AGAIN, DTYPES, INDEX_NAME, StoreSpec, read_index, shard_name
 from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.text import open_file
-from draftsmith.storage import atomic_path, explain_os_error, sweep
 
 # Per token besides the hidden states: ids int32, mask bool, top1 int32, logsumexp float32.
 TOKEN_BYTES = 4 + 1 + 4 + 4
 # What every head reads, in the order in which it is hashed: the tensors besides aux, their dtypes None for the store's.
-_COMMON = {"ids": torch.int32, "mask": torch.bool, "last": None, "top1": torch.int32, "logsumexp": torch.float32}
+COMMON = {"ids": torch.int32, "mask": torch.bool, "last": None, "top1": torch.int32, "logsumexp": torch.float32}
 _DTYPE_NAMES = {
     torch.int32: "I32",
     torch.bool: "BOOL",
@@ -52,8 +36,6 @@ _DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
 }
-SHARD_BYTES = 512 * 2**20
-SHARD_PATTERN = re.compile(r"shard-\d{5,}\.safetensors")
 OPEN_SHARDS = 2 * WINDOW_SHARDS  # rows of one window and of the next may share a batch
 
 
@@ -162,7 +144,7 @@ class FeatureStore:
         number = int(np.searchsorted(self._ends, index, side="right")) - 1
         start, end = (int(self._tokens[at] - self._tokens[self._ends[number]]) for at in (index, index + 1))
         shard = self._shard(number)
-        part = {name: shard.get_slice(name)[start:end] for name in _COMMON}
+        part = {name: shard.get_slice(name)[start:end] for name in COMMON}
         streams = {k: shard.get_slice(f"aux.{k}")[start:end] for k in chosen}
         self._verify(number, index, 0, part.values())
         for k, stream in streams.items():
@@ -199,104 +181,16 @@ class FeatureStore:
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
                 held = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
             first, last = self._ends[number : number + 2]
-            if held != _layout(self.spec, int(self._tokens[last] - self._tokens[first])):
+            if held != shard_layout(self.spec, int(self._tokens[last] - self._tokens[first])):
                 raise UserError(f"The feature shard {file} holds other tensors than {INDEX_NAME} says: {AGAIN}.")
             self._open[number] = opened
         return self._open[number]
 
 
-class FeatureWriter:
-    """Writes a store sample by sample and continues an unfinished one after its last complete shard.
-
-    A shard ends before the sample that would make it larger than spec.shard_bytes, so the files depend only on the
-    samples and their order: a run that was killed and resumed leaves the same bytes. Opening an unfinished store
-    removes temporary and unlisted files; `num_samples` samples are already in it and must not be added again.
-    Raises UserError where the folder holds a store with another spec, or files that are no store.
-    """
-
-    def __init__(self, path: Path | str, spec: StoreSpec) -> None:
-        self.path, self.spec = Path(path), spec
-        self._pending: list[Features] = []
-        self._pending_bytes = 0
-        self._shards, self.complete = 0, False
-        self._end: np.void | None = None
-        if (self.path / INDEX_NAME).exists():
-            index = read_index(self.path)
-            _check_same(self.path, index.spec, spec)
-            self._shards, self.complete = len(index.shards), index.complete
-            self._end = index.shards[-1] if self._shards else None
-            self._remove_strays(index)
-        else:
-            if self.path.is_dir() and any(SHARD_PATTERN.fullmatch(file.name) for file in self.path.iterdir()):
-                raise UserError(f"{self.path} holds feature shards but no {INDEX_NAME}: choose another folder.")
-            write_index(self.path, spec)
-
-    @property
-    def num_samples(self) -> int:
-        """How many samples lie in shards."""
-        return 0 if self._end is None else int(self._end["samples"])
-
-    def add(self, features: Features) -> None:
-        """Append one sample; its aux columns are those of spec.layer_ids in order."""
-        assert not self.complete, "the store is finished"
-        width = self.spec.hidden_size
-        length = features.ids.shape[0]
-        assert features.aux.shape == (length, len(self.spec.layer_ids) * width), features.aux.shape
-        assert features.last.shape == (length, width), features.last.shape
-        size = estimate_bytes(length, width, len(self.spec.layer_ids), self.spec.dtype)
-        if self._pending and self._pending_bytes + size > self.spec.shard_bytes:
-            self._write_shard()
-        self._pending.append(features)
-        self._pending_bytes += size
-
-    def finish(self) -> None:
-        """Write what is left and mark the store complete."""
-        if self.complete:
-            return
-        if self._pending:
-            self._write_shard()
-        write_index(self.path, self.spec, read_index(self.path))
-        self.complete = True
-
-    def _write_shard(self) -> None:
-        samples, self._pending, self._pending_bytes = self._pending, [], 0
-        file, tensors = self.path / shard_name(self._shards), _shard_tensors(samples, self.spec)
-        with atomic_path(file) as temporary:
-            save_file(tensors, temporary)
-        records = np.zeros(len(samples), sample_record(len(self.spec.layer_ids)))
-        records["length"] = lengths = [len(sample.ids) for sample in samples]
-        records["slice"] = [self.spec.slices.index(sample.slice) for sample in samples]
-        records["checksums"] = np.frombuffer(_checksums(tensors, lengths), "V16").reshape(len(samples), -1)
-        names = [sample.sample_id for sample in samples]
-        self._end = append_shard(self.path, self._end, file.stat().st_size, records, names)
-        self._shards += 1
-
-    def _remove_strays(self, index: StoreIndex) -> None:
-        if not index.complete:
-            cut_off(self.path, index)
-        listed = {shard_name(number) for number in range(self._shards)}
-        with explain_os_error(self.path):
-            sweep(self.path, levels=0)
-            for file in self.path.iterdir():
-                if SHARD_PATTERN.fullmatch(file.name) and file.name not in listed:
-                    file.unlink()
-
-
-def _shard_tensors(samples: list[Features], spec: StoreSpec) -> dict[str, Tensor]:
-    """Return the tensors of one shard by name."""
-    columns: dict[str, list[Tensor]] = defaultdict(list)
-    for sample in samples:
-        for name, dtype in _COMMON.items():
-            columns[name].append(getattr(sample, name).to(dtype or spec.torch_dtype))
-        for k, stream in zip(spec.layer_ids, sample.aux.split(spec.hidden_size, dim=-1), strict=False):
-            columns[f"aux.{k}"].append(stream.to(spec.torch_dtype))
-    return {name: torch.cat(parts).cpu().contiguous() for name, parts in columns.items()}
-
-
-def _layout(spec: StoreSpec, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+def shard_layout(spec: StoreSpec, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return the dtype and shape of each tensor of a shard with `tokens` tokens, as safetensors tells them."""
     states: tuple[str, tuple[int, ...]] = (_DTYPE_NAMES[spec.torch_dtype], (tokens, spec.hidden_size))
-    common = {name: (_DTYPE_NAMES[dtype], (tokens,)) if dtype else states for name, dtype in _COMMON.items()}
+    common = {name: (_DTYPE_NAMES[dtype], (tokens,)) if dtype else states for name, dtype in COMMON.items()}
     return common | {f"aux.{k}": states for k in spec.layer_ids}
 
 
@@ -306,21 +200,3 @@ def checksum(parts: Iterable[Tensor]) -> bytes:
     for part in parts:
         digest.update(part.contiguous().view(torch.uint8).numpy().data)
     return digest.digest()
-
-
-def _checksums(tensors: dict[str, Tensor], lengths: Sequence[int]) -> bytes:
-    """Return, sample by sample of a shard, the checksum of what every head reads, then that of each layer in order."""
-    parts = {name: tensor.split(list(lengths)) for name, tensor in tensors.items()}
-    groups = [[parts[name] for name in _COMMON], *([rows] for name, rows in parts.items() if name not in _COMMON)]
-    return b"".join(checksum(rows[row] for rows in group) for row in range(len(lengths)) for group in groups)
-
-
-def _check_same(path: Path, stored: StoreSpec, wanted: StoreSpec) -> None:
-    """Raise UserError naming the first field in which an existing store differs from the wanted one."""
-    what = {"fingerprint": "target", "samples": "list of samples"}
-    for name, value in vars(wanted).items():
-        if (old := getattr(stored, name)) != value:
-            raise UserError(
-                f"The feature store {path} was made with another {what.get(name, name)} ({old}, now {value}): "
-                "choose another folder, or delete that one to extract again."
-            )

@@ -17,8 +17,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from draftsmith.data.batch import Features
-from draftsmith.data.features import store
+from draftsmith.data.features import store, writing
 from draftsmith.data.features.index import NAMES, SAMPLES, SHARDS, StoreSpec
 from draftsmith.machine import environment_json
 from draftsmith.storage import write_json
@@ -30,8 +29,8 @@ def write(folder: Path, samples: int, per_shard: int) -> int:
     """Write a store of samples of one token, `per_shard` of them in a shard; return the bytes written to its index."""
     size = store.estimate_bytes(1, 1, len(LAYERS), "bfloat16")
     spec = StoreSpec("f" * 16, "bfloat16", LAYERS, "bfloat16", 1, 50, "s" * 16, per_shard * size, ("chat", "code"))
-    writer, word, written = store.FeatureWriter(folder, spec), torch.zeros(1, dtype=torch.int32), 0
-    append, process, begun = store.append_shard, psutil.Process(), (folder / "index.json").stat().st_size
+    writer, word, written = writing.FeatureWriter(folder, spec), torch.zeros(1, dtype=torch.int32), 0
+    append, process, begun = writing.append_shard, psutil.Process(), (folder / "index.json").stat().st_size
 
     def counting(*arguments: Any) -> Any:
         nonlocal written
@@ -40,12 +39,13 @@ def write(folder: Path, samples: int, per_shard: int) -> int:
         written += process.io_counters().write_chars - before
         return record
 
-    states = torch.zeros(1, len(LAYERS) + 1, dtype=torch.bfloat16)
-    with mock.patch.object(store, "append_shard", counting), mock.patch("os.fsync"):
+    state = torch.zeros(1, 1, dtype=torch.bfloat16)
+    rows = {"ids": word, "mask": word.bool(), "last": state, "top1": word, "logsumexp": word.float()}
+    rows |= {f"aux.{k}": state for k in LAYERS}
+    with mock.patch.object(writing, "append_shard", counting), mock.patch("os.fsync"):
         for number in tqdm(range(samples), unit="sample"):
             name, part = f"conversation-{number:08d}", ("chat", "code")[number % 2]
-            aux, last, mask = states[:, :-1], states[:, -1:], word.bool()
-            writer.add(Features(word.long(), mask, aux, last, word, word.float(), name, part))
+            writer.add(name, part, rows)
         writer.finish()
     return written + begun + (folder / "index.json").stat().st_size
 

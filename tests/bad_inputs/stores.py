@@ -8,7 +8,8 @@ import torch
 
 from draftsmith.data.batch import Features
 from draftsmith.data.features.index import StoreSpec
-from draftsmith.data.features.store import FeatureStore, FeatureWriter
+from draftsmith.data.features.store import FeatureStore
+from draftsmith.data.features.writing import FeatureWriter, rows_of
 from tests.bad_inputs.cases import Case, Table, copied, cut, damaged, edit_json, remove
 
 INDEX, SHARD = "index.json", "shard-00000.safetensors"
@@ -20,7 +21,8 @@ def _build(folder: Path) -> None:
     for length in (3, 4, 5):
         states, ids = torch.randn(length, 12), torch.arange(length)
         lengths = torch.zeros(length)
-        writer.add(Features(ids, ids > 1, states[:, :8], states[:, 8:], ids.int(), lengths, f"a-{length}", "chat"))
+        one = Features(ids, ids > 1, states[:, :8], states[:, 8:], ids.int(), lengths, f"a-{length}", "chat")
+        writer.add(one.sample_id, one.slice, rows_of(one, writer.spec))
     writer.finish()
 
 

@@ -19,6 +19,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 
+from draftsmith.data.features import extract as extraction
 from draftsmith.data.features.extract import extract
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.draft import Drafter, TargetAlone
@@ -91,6 +92,22 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Features of the tiny target in bf16, made on the CPU."""
     folder = tmp_path_factory.mktemp("features")
     return extract(make_target("cpu", torch.bfloat16), make_texts(), folder, layer_ids=LAYERS)
+
+
+@pytest.mark.full
+def test_extraction(tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are copied by the writer's thread, out of pinned memory, and are those of the CPU."""
+    with pretended_gpu() as gpu:
+        monkeypatch.setattr(extraction, "compute_states", during(gpu.counts, "pass", extraction.compute_states))
+        target = make_target(dtype=torch.bfloat16)
+        gpu.counts.clear()
+        far = extract(target, make_texts(), tmp_path, layer_ids=LAYERS, batch_tokens=256)
+        found = gpu.counts.copy_of()
+    assert far.ids == store.ids
+    for ours, theirs in zip(far.get_many(range(len(far))), store.get_many(range(len(far))), strict=True):
+        torch.testing.assert_close(ours.aux, theirs.aux, rtol=0.05, atol=0.05)
+        torch.testing.assert_close(ours.logsumexp, theirs.logsumexp, rtol=0.01, atol=0.01)
+    check("extraction", found)
 
 
 @pytest.mark.full

@@ -1,19 +1,32 @@
 """Extraction is held against the plain model, against itself online, and against interruptions."""
 
+import errno
 import re
 import shutil
+import threading
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.data.batch import Features, Tokenized, plan_chunks
 from draftsmith.data.features import extract as extract_module
-from draftsmith.data.features.extract import OnlineSource, compute_features, digest_samples, extract, summarise_logits
+from draftsmith.data.features import writing
+from draftsmith.data.features.extract import (
+    OnlineSource,
+    States,
+    compute_states,
+    digest_samples,
+    extract,
+    summarise_logits,
+)
 from draftsmith.data.features.index import read_index
 from draftsmith.data.features.store import FeatureStore
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
+from scripts.bench.faults import counted, in_a_child, kill_at
 from tests.data.features.test_store import all_bytes
 from tests.models import KINDS, make_target, tiny_model
 
@@ -135,13 +148,13 @@ def test_interrupted_and_resumed_gives_identical_files(
     computed: list[int] = []
     limit = call
 
-    def failing(target: Target, batch: list[Tokenized], *rest: object) -> list[Features]:
+    def failing(target: Target, batch: list[Tokenized], *rest: object) -> States:
         if len(computed) + 1 == limit:
             raise RuntimeError("pulled the plug")
         computed.append(len(batch))
-        return compute_features(target, batch, *rest)
+        return compute_states(target, batch, *rest)
 
-    monkeypatch.setattr(extract_module, "compute_features", failing)
+    monkeypatch.setattr(extract_module, "compute_states", failing)
     with pytest.raises(RuntimeError, match="plug"):
         extract(target, samples, tmp_path / "broken", **SMALL)
     done = read_index(tmp_path / "broken").num_samples
@@ -154,6 +167,63 @@ def test_interrupted_and_resumed_gives_identical_files(
     computed.clear()
     extract(target, samples, tmp_path / "broken", **SMALL)
     assert not computed
+
+
+def test_an_error_of_the_writer_ends_the_extraction_in_its_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was whole before stays, and nothing is written after it."""
+    written, real = [], writing.write_shard
+
+    def full(path: Path, *rest: Any) -> None:
+        written.append(path)
+        if len(written) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, *rest)
+
+    target, samples = make_target(), make_samples()
+    extract(target, samples, tmp_path / "whole", **SMALL)
+    monkeypatch.setattr(writing, "write_shard", full)
+    with pytest.raises(UserError, match=r"No space left on device while writing .*shard-00002"):
+        extract(target, samples, tmp_path / "broken", **SMALL)
+    assert len(written) == 3
+    assert len(read_index(tmp_path / "broken").shards) == 2
+    monkeypatch.undo()
+    extract(target, samples, tmp_path / "broken", **SMALL)
+    assert all_bytes(tmp_path / "broken") == all_bytes(tmp_path / "whole")
+
+
+def test_kill_9_at_any_operation_and_going_on_gives_the_same_bytes(tmp_path: Path) -> None:
+    target, samples, log = make_target(), make_samples(16), tmp_path / "log"
+
+    def work(folder: Path) -> int:
+        extract(target, samples, folder, **SMALL)
+        return 0
+
+    assert in_a_child(counted(tmp_path / "whole", tmp_path / "number", lambda: work(tmp_path / "whole")), log) == 0
+    operations = int((tmp_path / "number").read_text())
+    assert operations > 40
+    for number in range(3, operations, 8):
+        broken = tmp_path / str(number)
+        assert in_a_child(kill_at(number, broken, lambda at=broken: work(at)), log) == -9
+        work(broken)
+        assert all_bytes(broken) == all_bytes(tmp_path / "whole"), number
+
+
+def test_passes_wait_for_the_writer_and_not_one_by_one() -> None:
+    """At most so many pieces of work are left to do, and they are done in their order."""
+    gate, done = threading.Event(), []
+    with writing.Behind(2) as behind:
+        behind.put(gate.wait)
+        behind.put(partial(done.append, 1))
+        third = threading.Thread(target=behind.put, args=(partial(done.append, 2),))
+        third.start()
+        third.join(0.2)
+        assert third.is_alive()
+        assert not done
+        gate.set()
+        third.join()
+    assert done == [1, 2]
 
 
 def test_the_size_is_told_first(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -212,11 +282,11 @@ def test_a_longer_list_of_samples_adds_to_the_store(tmp_path: Path, monkeypatch:
     flipped = Tokenized(samples[0].ids, ~samples[0].mask, samples[0].sample_id, samples[0].slice)
     extract(make_target(), [flipped, *samples[9:4:-1]], tmp_path / "fewer", **settings)
 
-    def counted(target: Target, missing: list[Tokenized], *rest: object) -> list[Features]:
+    def counted(target: Target, missing: list[Tokenized], *rest: object) -> States:
         computed.extend(sample.sample_id for sample in missing)
-        return compute_features(target, missing, *rest)
+        return compute_states(target, missing, *rest)
 
-    monkeypatch.setattr(extract_module, "compute_features", counted)
+    monkeypatch.setattr(extract_module, "compute_states", counted)
     other = Target(tiny_model("llama", seed=1), path="memory", fingerprint="other")
     extract(other, samples[5:7], tmp_path / "other", **settings)
     older = shutil.copytree(tmp_path / "fewer", tmp_path / "older") / "index.json"

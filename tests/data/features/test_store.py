@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
 from draftsmith.data.batch import Features
 from draftsmith.data.features import index as store_index
 from draftsmith.data.features import store as features
+from draftsmith.data.features import writing
 from draftsmith.data.features.index import StoreSpec, read_index
-from draftsmith.data.features.store import FeatureStore, FeatureWriter, check_disk_space, estimate_bytes
+from draftsmith.data.features.store import FeatureStore, check_disk_space, estimate_bytes
+from draftsmith.data.features.writing import FeatureWriter, rows_of
 from draftsmith.errors import UserError
 
 WIDTH, LAYERS = 6, (0, 2, 5)
@@ -54,10 +55,14 @@ def make_features(count: int = 9) -> list[Features]:
     return samples
 
 
+def add(writer: FeatureWriter, sample: Features) -> None:
+    writer.add(sample.sample_id, sample.slice, rows_of(sample, writer.spec))
+
+
 def write_store(path: Path, samples: list[Features], spec: StoreSpec = SPEC) -> FeatureStore:
     writer = FeatureWriter(path, spec)
     for sample in samples[writer.num_samples :]:
-        writer.add(sample)
+        add(writer, sample)
     writer.finish()
     return FeatureStore(path)
 
@@ -93,6 +98,15 @@ def test_what_is_read_is_what_was_written(dtype: str, tmp_path: Path) -> None:
         assert_equal(found, truth)
     for index, truth in enumerate(rounded):
         assert_equal(store.get(index), truth)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shard_is_what_safetensors_writes(dtype: str, tmp_path: Path) -> None:
+    spec = replace(SPEC, dtype=dtype, shard_bytes=10**6)
+    write_store(tmp_path, make_features(), spec)
+    shard = tmp_path / "shard-00000.safetensors"
+    save_file(load_file(shard), tmp_path / "theirs")
+    assert shard.read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_a_head_takes_the_columns_it_needs_in_its_order(tmp_path: Path) -> None:
@@ -133,13 +147,13 @@ def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, m
         pass
 
     def killing(function: str, call: int) -> None:
-        original, calls = getattr(features, function), []
+        original, calls = getattr(writing, function), []
 
         def wrapper(*arguments: object) -> object:
             path = next(one for one in arguments if isinstance(one, Path))
             calls.append(path)
             if len(calls) == call:
-                if function == "save_file":
+                if function == "write_shard":
                     path.write_bytes(b"half")
                     path.rename(
                         path.with_name(".shard-00001.safetensors.draftsmith-0123456789ab.tmp")
@@ -147,15 +161,15 @@ def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, m
                 raise Killed
             return original(*arguments)
 
-        monkeypatch.setattr(features, function, wrapper)
+        monkeypatch.setattr(writing, function, wrapper)
 
     broken = tmp_path / "broken"
     if moment == "between samples":
         writer = FeatureWriter(broken, SPEC)
         for sample in samples[:6]:
-            writer.add(sample)
+            add(writer, sample)
     else:
-        where = {"inside a shard": ("save_file", 2), "before the last index": ("write_index", 2)}
+        where = {"inside a shard": ("write_shard", 2), "before the last index": ("write_index", 2)}
         killing(*where.get(moment, ("append_shard", 3)))
         with pytest.raises(Killed):
             write_store(broken, samples)
@@ -236,7 +250,8 @@ def counted_hashes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         hashed.append(sum(part.nbytes for part in parts))
         return real(parts)
 
-    monkeypatch.setattr(features, "checksum", counting)
+    for module in (features, writing):
+        monkeypatch.setattr(module, "checksum", counting)
     return hashed
 
 
@@ -307,7 +322,7 @@ def test_other_target_and_other_layers(tmp_path: Path) -> None:
 def test_resuming_something_else_is_refused_and_changes_nothing(change: dict, word: str, tmp_path: Path) -> None:
     writer = FeatureWriter(tmp_path, SPEC)
     for sample in make_features()[:6]:
-        writer.add(sample)
+        add(writer, sample)
     before = all_bytes(tmp_path)
     assert len(before) > 1
     with pytest.raises(UserError, match=f"another {word}"):
@@ -331,11 +346,11 @@ def test_too_little_disk_space_is_said_before_the_work(tmp_path: Path, monkeypat
 
 
 def test_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_tensors: object, path: Path) -> None:
+    def full(path: Path, *_rest: object) -> None:
         path.write_bytes(b"half")
-        raise SafetensorError(f"Error while serializing: I/O error: No space left on device (os error {errno.ENOSPC})")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(features, "save_file", full)
+    monkeypatch.setattr(writing, "write_shard", full)
     with pytest.raises(UserError, match="No space left on device"):
         write_store(tmp_path, make_features())
     assert {name: len(data) > 0 for name, data in all_bytes(tmp_path).items()} == {

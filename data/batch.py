@@ -4,8 +4,8 @@ Shapes: B batch rows, L tokens, A aux layers, Ht target hidden size.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class TrainBatch:
     and -1 on padding; position [B, L] int64, counted from 0 in every document; aux [B, L, A*Ht];
     last [B, L, Ht]; top1 [B, L] int64; logsumexp [B, L] float32. seed [B, L] int64: a number per document and epoch,
     the same at each of its tokens, for what training draws by chance (noise, samples of rows), so that the draw is the
-    same however documents are packed and shared out; None means zeros.
+    same however documents are packed and shared out; None means zeros. plan: the `Plan` of heads/plan.py, made for one head.
     """
 
     ids: Tensor
@@ -69,6 +69,7 @@ class TrainBatch:
     top1: Tensor
     logsumexp: Tensor
     seed: Tensor | None = None
+    plan: Any = None
 
     @property
     def seeds(self) -> Tensor:
@@ -77,15 +78,32 @@ class TrainBatch:
 
     def without_states(self) -> "TrainBatch":
         """Return the same batch with `aux` and `last` of width 0: enough to count rows, without most of the bytes."""
-        return replace(self, aux=self.aux[..., :0], last=self.last[..., :0])
+        none = self.logsumexp.new_empty(*self.ids.shape, 0)
+        return replace(self, aux=none, last=none)
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """Return the same batch on `device`."""
-        # Towards the CPU a copy must be waited for: its memory would be read before it is filled.
-        later = torch.device(device).type != "cpu"
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {k: None if x is None else x.to(device, non_blocking=later) for k, x in values.items()}
-        return TrainBatch(**moved)
+        return move(self, device)
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return a tensor changed, or a dataclass or tuple with all its tensors changed; anything else as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(map_tensors(change, x) for x in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{field.name: map_tensors(change, getattr(value, field.name)) for field in fields(value)}
+        )
+    return value
+
+
+def move(value: Any, device: torch.device | str) -> Any:
+    """Return a dataclass with its tensors on `device`."""
+    # Towards the CPU a copy must be waited for: its memory would be read before it is filled.
+    later = torch.device(device).type != "cpu"
+    return map_tensors(lambda x: x.to(device, non_blocking=later), value)
 
 
 Row = list[int]

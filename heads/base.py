@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from draftsmith.data.batch import TrainBatch
+from draftsmith.data.batch import TrainBatch, move
 from draftsmith.errors import UserError
 from draftsmith.heads.layers.from_target import LAYER_KEYS
+from draftsmith.heads.plan import Plan, flat_rows
 from draftsmith.target.target import Target, TargetHead
 
 Piece = Tensor | slice
@@ -105,13 +106,6 @@ class HeadOutput:
     def scored(self) -> tuple[StepOutput, ...]:
         """All that the loss compares with the target: the steps, and behind them `tuned`."""
         return self.steps if self.tuned is None else (*self.steps, self.tuned)
-
-
-def agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether logits [..., W] are equal up to rounding, which may depend on where in memory a matrix begins."""
-    apart, size = (ours - theirs).abs().sum(-1), 1.0 + ours.abs().sum(-1)
-    # A real difference is of the size of the logits themselves, so that the tolerance need not be fine.
-    return bool((apart <= (1e-4 if ours.dtype == torch.float32 else 5e-2) * size).all())
 
 
 def shift_left(x_BL: Tensor, steps: int, fill: int | bool) -> Tensor:
@@ -295,6 +289,20 @@ class DraftHead(nn.Module, ABC):
             The rows [B, L] bool of step 0, 1, ...
         """
         return iterate_supervised_rows(batch)
+
+    def plan(self, batch: TrainBatch, num_steps: int) -> Plan:
+        """Find what `forward`, by `planned`, needs to know of the tokens, masks and documents of a batch, perhaps without hidden states
+        and on the CPU. Training calls it in other threads."""
+        masks = islice(self.supervised(batch), self.clamp_draft_length(num_steps))
+        return Plan((num_steps, self.training), tuple(map(flat_rows, masks)))
+
+    def planned(self, batch: TrainBatch, num_steps: int) -> Plan:
+        """Return the plan that travels with the batch, or one made now, for which a GPU is waited for."""
+        if batch.plan is None:
+            device = batch.ids.device
+            return move(self.plan(batch.without_states().to("cpu"), num_steps).laid_out(device), device)
+        assert batch.plan.made_for == (num_steps, self.training), "a batch planned for another pass"
+        return batch.plan
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Map ids of the draft vocabulary (any shape) to ids of the target vocabulary."""

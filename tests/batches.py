@@ -8,7 +8,8 @@ from torch import Tensor
 
 from draftsmith.data.batch import Tokenized, TrainBatch, collate
 from draftsmith.data.features.extract import compute_features
-from draftsmith.heads.base import DraftHead, agree
+from draftsmith.heads.base import DraftHead
+from draftsmith.heads.export.export import agree
 from draftsmith.target.target import Target
 
 # Lengths of the documents of each batch row; what is left of a row is padding.

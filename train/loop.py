@@ -9,6 +9,7 @@ and a checkpoint to resume from. `best/` keeps the head with the best held-out t
 import json
 import signal
 import time
+from copy import copy
 from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
@@ -22,9 +23,9 @@ from torch.utils.data import DataLoader
 from draftsmith.decoder.sampling import row_key
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.eval.training.history import Forecast
-from draftsmith.heads.base import DraftHead, count_rows
+from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.losses.head_loss import LossOutput, loss_divisor
+from draftsmith.heads.losses.head_loss import LossOutput
 from draftsmith.machine import environment_json
 from draftsmith.memory import HeldMemory
 from draftsmith.progress import Bar, say
@@ -33,6 +34,7 @@ from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from draftsmith.train.checkpoints import Progress, digest_of, load_training_state, save_training_state
 from draftsmith.train.dashboards import Tracker
+from draftsmith.train.feed import plan_batch
 from draftsmith.train.meeting import meeting
 from draftsmith.train.metrics import (
     HeldOut,
@@ -85,6 +87,7 @@ class _Run:
         self.accelerator = make_accelerator(self.spec, target.device)
         self.head = head.to(self.accelerator.device).train()
         self.target_head = target.head.to(self.accelerator.device)
+        self.planner = copy(self.head)  # in training mode, whatever evaluations do with the head meanwhile
         # Before each process has a shard of the head.
         self.untrained = digest_of(folder, Progress(), head) if meeting() else ""
         optimizers = build_optimizers(head, self.spec)
@@ -272,11 +275,10 @@ class _Run:
         """Take one optimizer step on the sum of losses over the global divisor; return its record and the new progress."""
         accelerator, device = self.accelerator, self.accelerator.device
         self.pace.extra = {}  # what the step before had
-        # Counted where the batch is read, so that nobody waits for a device.
+        fed = [(plan_batch(batch, self.planner, self.spec.loss, device), counts) for batch, counts in window]
         counted = torch.zeros(2)
-        for batch, counts in window:
-            bare = batch.without_states()
-            counted += torch.stack([loss_divisor(bare, self.spec.loss, self.head), count_rows(bare)]) * counts
+        for micro, counts in fed:
+            counted += torch.tensor([micro.divisor, micro.rows]) * counts
         if accelerator.num_processes > 1:
             counted = accelerator.reduce(counted.to(device), "sum").cpu()
         divisor, rows = counted
@@ -292,13 +294,12 @@ class _Run:
         if self.spec.optimizer == "muon":
             self.pace.extra["muon_lr"] = factor * self.spec.muon_lr
         warmup_weight = self.spec.loss.warmup_weight(progress.step / self.total)
-        for batch, counts in window:
-            tokens = int((batch.document >= 0).sum())
-            batch = batch.to(device)  # one at a time: accumulation is for where memory is short
+        for micro, counts in fed:
+            batch = micro.batch.to(device)  # one at a time: accumulation is for where memory is short
             with accelerator.accumulate(self.model):
                 scored = LossOutput(*self.model(batch, warmup_weight, known))
                 accelerator.backward(scored.loss_sum * (scale * counts))
-                added = step_sums(scored, tokens)
+                added = step_sums(scored, micro.tokens)
                 sums = torch.zeros_like(added) if sums is None else sums
                 sums += added if counts else 0
                 if accelerator.sync_gradients:

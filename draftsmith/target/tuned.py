@@ -8,7 +8,7 @@ weights. The adapter's own layers are in both trees: in the model, and under `la
 """
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith.data.batch import TrainBatch, plan_passes
+from draftsmith.data.batch import TrainBatch
+from draftsmith.data.documents import Pass
 from draftsmith.errors import UserError
 from draftsmith.storage import fingerprint
 from draftsmith.target.kernels import without_autocast
@@ -78,20 +79,19 @@ class TunedTarget:
             if isinstance(module, LoraLayer):
                 _add(self.layers, name.removeprefix("model."), module)
 
-    def states(self, batch: TrainBatch) -> Tensor:
-        """Return the tuned target's post-final-norm states [B, L, H] of packed documents, see `read_documents`."""
-        with self._draws(batch):
-            return read_documents(self.decoder, batch)
+    def states(self, batch: TrainBatch, passes: Sequence[Pass], seed: int | None) -> Tensor:
+        """Return the tuned target's post-final-norm states [B, L, H] of packed documents, see `read_documents`. seed: what dropout
+        draws from, the same wherever and whenever the batch is trained on; None for torch's own generator."""
+        with self._draws(seed, batch.ids.device):
+            return read_documents(self.decoder, batch, passes)
 
     @contextmanager
-    def _draws(self, batch: TrainBatch) -> Iterator[None]:
-        """Let dropout draw from the batch's seeds, so that it is the same wherever and whenever the batch is trained on."""
-        if batch.seed is None or not any(m.training for m in self.layers.modules() if isinstance(m, nn.Dropout)):
+    def _draws(self, seed: int | None, device: torch.device) -> Iterator[None]:
+        if seed is None or not any(m.training for m in self.layers.modules() if isinstance(m, nn.Dropout)):
             yield
             return
-        device = batch.ids.device
         with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-            torch.manual_seed(int(batch.seeds.sum()))
+            torch.manual_seed(seed)
             yield
 
     def logits(self, states: Tensor) -> Tensor:
@@ -133,26 +133,18 @@ class TunedTarget:
         return fingerprint([self.target.fingerprint, self.spec.alpha / self.spec.rank, held])
 
 
-def read_documents(decoder: Any, batch: TrainBatch) -> Tensor:
+def read_documents(decoder: Any, batch: TrainBatch, passes: Sequence[Pass]) -> Tensor:
     """Return a decoder's post-final-norm states [B, L, H] of packed documents, zeros on padding, with gradient.
 
     Documents are unpacked into padded rows, since what an architecture's own mask would need to keep them apart
     differs; a token never sees the padding after it.
     """
-    starts, lengths = _documents(batch.document)
-    ids, device = batch.ids.flatten(), batch.ids.device
-    positions, states = [], []
-    for group in plan_passes(lengths, batch.ids.numel()):
-        start_M1 = torch.tensor([[starts[i]] for i in group], device=device)
-        length_M1 = torch.tensor([[lengths[i]] for i in group], device=device)
-        step_n = torch.arange(lengths[group[0]], device=device)
-        real_Mn = step_n < length_M1
-        position_Mn = (start_M1 + step_n).where(real_Mn, start_M1)
-        output = decoder(input_ids=ids[position_Mn], use_cache=False)
-        positions.append(position_Mn[real_Mn])
-        states.append(output.last_hidden_state[real_Mn])
-    states_RH = torch.cat(states)
-    flat = states_RH.new_zeros(len(ids), states_RH.shape[-1]).index_copy(0, torch.cat(positions), states_RH)
+    ids, states = batch.ids.flatten(), []
+    for one in passes:
+        output = decoder(input_ids=ids[one.positions_Mn], use_cache=False)
+        states.append(output.last_hidden_state.flatten(0, 1)[one.places_R])
+    states_RH, positions = torch.cat(states), torch.cat([one.positions_R for one in passes])
+    flat = states_RH.new_zeros(len(ids), states_RH.shape[-1]).index_copy(0, positions, states_RH)
     return flat.view(*batch.ids.shape, -1)
 
 
@@ -251,15 +243,3 @@ def _change(layer: Any, x: Tensor) -> Tensor:
         return x.new_zeros(())
     inside = layer.lora_A[_ADAPTER](layer.lora_dropout[_ADAPTER](x.to(layer.lora_A[_ADAPTER].weight.dtype)))
     return (layer.lora_B[_ADAPTER](inside) * layer.scaling[_ADAPTER]).float()
-
-
-def _documents(document_BL: Tensor) -> tuple[list[int], list[int]]:
-    """Return where each document begins in the flat batch, and its length; padding is no document."""
-    B, L = document_BL.shape
-    row_B1 = torch.arange(B, device=document_BL.device)[:, None]
-    key = (row_B1 * (L + 1) + document_BL + 1).flatten()
-    _, counts = torch.unique_consecutive(key, return_counts=True)
-    begins = (counts.cumsum(0) - counts).tolist()
-    real = (document_BL.flatten() >= 0).tolist()
-    documents = [(start, length) for start, length in zip(begins, counts.tolist(), strict=True) if real[start]]
-    return [start for start, _ in documents], [length for _, length in documents]

@@ -42,9 +42,9 @@ from draftsmith.eval.conformance.recorded_drafts import (
 from draftsmith.eval.conformance.spec import Spec, pack, tiny_target, train_briefly
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import simulate_generations
-from draftsmith.heads.base import DraftHead, agree, supervised_rows
+from draftsmith.heads.base import DraftHead, supervised_rows
 from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.export.export import export_head
+from draftsmith.heads.export.export import agree, export_head
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss

@@ -15,7 +15,6 @@ projection are used, frozen. A layer is Qwen3's, with norms of queries and keys.
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import ClassVar, Self, TypeVar
 
 import torch
@@ -41,14 +40,15 @@ from draftsmith.heads.block import BlockOptions, check_block
 from draftsmith.heads.drafters import CachedDrafter
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, EagleAttention, PlainLayer, Rotary, rotate
 from draftsmith.heads.layers.from_target import derive_layer_config, start_norm
-from draftsmith.heads.layers.row_plan import plan_rows
+from draftsmith.heads.layers.row_plan import RowPlan, plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
+from draftsmith.heads.plan import Plan, plan_queries
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, steady_positions
 from draftsmith.target.tokens import choose_mask_token
 
 _CHUNK_BLOCKS = 512
-"""Blocks that are filled in together where nothing is kept for a backward pass."""
+"""Blocks that are filled in together outside of training."""
 
 
 class BlockAttention(EagleAttention):
@@ -151,19 +151,20 @@ class BlockHead(DraftHead):
         never seen."""
         return self.trains.steps
 
+    def plan(self, batch: TrainBatch, num_steps: int) -> Plan:
+        """As `DraftHead.plan`: the blocks of the rows of step 0, in training all at once."""
+        plan = super().plan(batch, num_steps)
+        first = plan.rows[0]
+        pieces = [first] if self.training else first.split(_CHUNK_BLOCKS)
+        among = tuple(torch.searchsorted(first, rows) for rows in plan.rows)
+        return replace(plan, queries=tuple(plan_queries(batch, rows) for rows in pieces), among=among)
+
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_k, W] of the first `num_steps` steps (all of them, if there are fewer)."""
-        masks = list(islice(self.supervised(batch), min(num_steps, self.trains.steps)))
-        needed = masks[0].flatten().nonzero().flatten()
-        context = self._context_keys(batch)
-        pieces = [needed] if torch.is_grad_enabled() else needed.split(_CHUNK_BLOCKS)
-        out_RSH = torch.cat([self._fill(batch, rows, context) for rows in pieces] or [context[0][0].new_empty(0)])
-        states, steps = [], []
-        for step, mask_BL in enumerate(masks):
-            counted = mask_BL.flatten()[needed].nonzero().flatten()
-            states.append(self.norm(out_RSH[counted, self.first_slot + step]))
-            steps.append(needed[counted])
-        return HeadOutput(tuple(self.outputs(states, steps, batch)))
+        plan, context = self.planned(batch, num_steps), self._context_keys(batch)
+        out_RSH = torch.cat([self._fill(batch, queries, context) for queries in plan.queries])
+        states = [self.norm(out_RSH[at, self.first_slot + step]) for step, at in enumerate(plan.among)]
+        return HeadOutput(tuple(self.outputs(states, plan.rows, batch)))
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Aux streams [..., A*H] -> what the layers make the context's keys and values of, [..., H]."""
@@ -201,14 +202,12 @@ class BlockHead(DraftHead):
         pairs = [layer.self_attn.key_value(fused_BLH) for layer in self._layers()]
         return [(rotate(k, *rotation), v) for k, v in pairs]
 
-    def _fill(self, batch: TrainBatch, rows: Tensor, context: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the states [R, S, H] of the blocks of `rows`, before the final norm.
+    def _fill(self, batch: TrainBatch, plan: RowPlan, context: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the states [R, S, H] of the blocks of the query rows, before the final norm.
 
         To the attention each slot is a further query head of its row, and the block's keys are the row's own.
         """
-        S, G = self.options.block_size, self.config.num_key_value_heads
-        needed = torch.zeros(batch.ids.numel(), dtype=torch.bool, device=rows.device).index_fill(0, rows, True)
-        plan = plan_rows(batch.document, needed.view_as(batch.ids))
+        S, G, rows = self.options.block_size, self.config.num_key_value_heads, plan.rows
         x_RSH = self._embed(self.block_tokens(shift_left(batch.ids, 1, 0).flatten()[rows]))
         position_RS = batch.position.flatten()[rows][:, None] + torch.arange(1, S + 1, device=rows.device)
         rotation = self.rotary_emb(x_RSH, position_RS)

@@ -10,7 +10,7 @@ same pass over the text, read at shifted rows, and so training needs the first s
 """
 
 from collections.abc import Sequence
-from itertools import islice
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.data.documents import plan_documents
 from draftsmith.decoder.drafters.draft_model import DraftModel
-from draftsmith.heads.base import DraftHead, HeadOutput, Reads, StepOutput, iterate_supervised_rows
+from draftsmith.heads.base import DraftHead, HeadOutput, Reads, StepOutput
 from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.draft_model.start import KEYS, starting_point
 from draftsmith.heads.layers.decoder_layer import Rotary
+from draftsmith.heads.plan import Plan
 from draftsmith.target.target import Target, context_of
 from draftsmith.target.tuned import read_documents
 
@@ -55,16 +57,21 @@ class DraftLmHead(DraftHead):
         self.model.rotary_emb = Rotary(config)
         self.lm_head: nn.Linear | None = None if config.tie_word_embeddings else made.lm_head
 
+    def plan(self, batch: TrainBatch, num_steps: int) -> Plan:
+        """As `DraftHead.plan`: the positions of later steps are among those of the first, whose logits serve all."""
+        plan = super().plan(batch, num_steps)
+        among = tuple(torch.searchsorted(plan.rows[0], rows + k) for k, rows in enumerate(plan.rows))
+        return replace(plan, among=among, passes=plan_documents(batch.document, batch.ids.numel()))
+
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_k, V] of `num_steps` steps, from one pass over the documents."""
-        rows = [mask.flatten().nonzero().flatten() for mask in islice(iterate_supervised_rows(batch), num_steps)]
-        states_RH = read_documents(self.model, batch).flatten(0, 1)[rows[0] + 1]
+        plan = self.planned(batch, num_steps)
+        states_RH = read_documents(self.model, batch, plan.passes).flatten(0, 1)[plan.rows[0] + 1]
         if num_steps == 1:
-            return HeadOutput((StepOutput(0, rows[0], states_RH, self.logits),))
-        # The positions of later steps are among those of the first, so that its logits serve all.
+            return HeadOutput((StepOutput(0, plan.rows[0], states_RH, self.logits),))
         logits_RV = self.logits(states_RH)
-        at = [torch.searchsorted(rows[0], rows_k + k) for k, rows_k in enumerate(rows)]
-        return HeadOutput(tuple(StepOutput(k, rows[k], logits_RV[at[k]]) for k in range(num_steps)))
+        steps = enumerate(zip(plan.rows, plan.among, strict=True))
+        return HeadOutput(tuple(StepOutput(k, rows, logits_RV[at]) for k, (rows, at) in steps))
 
     def logits(self, states: Tensor) -> Tensor:
         """States behind the final norm [..., H] -> draft logits [..., V]."""

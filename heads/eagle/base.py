@@ -10,8 +10,7 @@ t (the context keys), which are made of the target's states as in decoding, and 
 """
 
 from abc import abstractmethod
-from functools import reduce
-from itertools import islice
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,8 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, shift_left
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, EagleLayer, PlainLayer, Rotary
-from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
+from draftsmith.heads.plan import Plan, plan_queries
 
 
 class EagleHead(DraftHead):
@@ -65,24 +64,30 @@ class EagleHead(DraftHead):
         """The layer's output [..., H] -> its prediction of the target's next state, None where it predicts none."""
         return None
 
+    def plan(self, batch: TrainBatch, num_steps: int) -> Plan:
+        """As `DraftHead.plan`: query rows are those of all steps together."""
+        plan = super().plan(batch, num_steps)
+        queries = plan_queries(batch, torch.cat(plan.rows))
+        among = tuple(torch.searchsorted(queries.rows, rows) for rows in plan.rows)
+        return replace(plan, queries=(queries,), among=among)
+
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Run `num_steps` steps on the text of `batch`: logits [R_k, W] each, only on the supervised rows.
 
         Everything but the context keys is computed on the union of all steps' rows alone.
         """
-        masks = list(islice(self.supervised(batch), num_steps))
-        plan = plan_rows(batch.document, reduce(torch.logical_or, masks))
+        plan = self.planned(batch, num_steps)
+        (queries,) = plan.queries
         hidden_BLH = self.initial_hidden(batch.aux, batch.last)
         hidden_BLH = self.perturb(hidden_BLH, batch) if self.training else hidden_BLH
-        passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, plan, num_steps, self.window)
+        passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, queries, num_steps, self.window)
         out_RH, steps = self.first_step(batch, hidden_BLH, passing), []
-        for step, mask in enumerate(masks):
+        for step, (rows, counted) in enumerate(zip(plan.rows, plan.among, strict=True)):
             if step:
-                tokens_R = shift_left(batch.ids, 1 + step, 0).flatten()[plan.rows]
+                tokens_R = shift_left(batch.ids, 1 + step, 0).flatten()[queries.rows]
                 out_RH = passing.step(step, *self.layer_input(self._embed(tokens_R), self.feedback(out_RH)))
-            counted = mask.flatten()[plan.rows].nonzero().flatten()
             states = out_RH[counted]
-            steps.append(StepOutput(step, plan.rows[counted], states, self.logits, self.feature(states)))
+            steps.append(StepOutput(step, rows, states, self.logits, self.feature(states)))
         return HeadOutput(tuple(steps))
 
     def first_step(self, batch: TrainBatch, hidden_BLH: Tensor, passing: TrainingPass) -> Tensor:

@@ -107,7 +107,8 @@ class Eagle1Head(ScaledHead, EagleHead):
 def _document_tokens(document_BL: Tensor) -> Tensor:
     """Return [B, L]: how many tokens the document of each position has (documents are numbered within their row)."""
     number_BL = document_BL + 1
-    counts = torch.zeros(len(number_BL), int(number_BL.max()) + 1, device=number_BL.device)
+    # A row has no more documents than tokens.
+    counts = torch.zeros(len(number_BL), number_BL.shape[1] + 1, device=number_BL.device)
     counts.scatter_add_(1, number_BL, torch.ones_like(number_BL, dtype=counts.dtype))
     return counts.gather(1, number_BL)
 

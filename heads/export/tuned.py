@@ -13,8 +13,8 @@ from warnings import catch_warnings, simplefilter
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.heads.base import agree
 from draftsmith.heads.checkpoint import CONFIG, model_directory
+from draftsmith.heads.export.export import agree
 from draftsmith.heads.export.readme import README
 from draftsmith.heads.formats.schema import ModelFiles, Schema, TensorRow, target_reference
 from draftsmith.heads.record import RECORD, TUNED, write_record

@@ -11,8 +11,8 @@ input embedding, and predicts x_{t+2+i}: in training these tokens are the text's
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import ClassVar
 
 import torch
@@ -31,15 +31,15 @@ from draftsmith.heads.base import (
     ScaledHead,
     StepOutput,
     Trains,
-    iterate_supervised_rows,
     shift_left,
 )
 from draftsmith.heads.drafters import CachedDrafter, grow_tree
 from draftsmith.heads.hydra import HydraOptions
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, PlainLayer, Rotary
 from draftsmith.heads.layers.from_target import derive_layer_config, embedding_scale, sizes
-from draftsmith.heads.layers.row_plan import plan_rows
+from draftsmith.heads.layers.row_plan import RowPlan
 from draftsmith.heads.layers.training_pass import TrainingPass
+from draftsmith.heads.plan import Plan, plan_queries
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, TargetHead
 
@@ -105,9 +105,8 @@ class PrefixLayer(nn.Module):
             nn.init.zeros_(last.weight)
         nn.init.constant_(self.norm.weight, size)
 
-    def rows(self, batch: TrainBatch, needed_BL: Tensor) -> Tensor:
-        """Return the outputs [R, H] of the rows marked in `needed_BL`, each having seen its document up to itself."""
-        plan = plan_rows(batch.document, needed_BL)
+    def rows(self, batch: TrainBatch, plan: RowPlan) -> Tensor:
+        """Return the outputs [R, H] of the query rows, each having seen its document up to itself."""
         given = self._layer.layer_input(batch.last.to(self._layer.self_attn.q_proj.weight.dtype))
         passing = TrainingPass(self._layer, (), self.rotary_emb, batch.position, plan, steps=1)
         passing.context_keys(*given)
@@ -185,17 +184,21 @@ class HydraHead(ScaledHead):
             for _ in range(options.num_heads)
         )
 
+    def plan(self, batch: TrainBatch, num_steps: int) -> Plan:
+        """As `DraftHead.plan`: a row that counts for a head counts for those before it, whose rows are all that is needed."""
+        plan = super().plan(batch, num_steps)
+        before = (plan.rows[0], *plan.rows)
+        among = tuple(torch.searchsorted(others, rows) for others, rows in zip(before, plan.rows, strict=False))
+        queries = () if self.prefix_embedding_layer is None else (plan_queries(batch, plan.rows[0]),)
+        return replace(plan, queries=queries, among=among)
+
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_i, V] of the first `num_steps` heads (all of them, if there are fewer)."""
-        masks = list(islice(iterate_supervised_rows(batch), min(num_steps, self.options.num_heads)))
-        # A row that counts for a head counts for those before it, so the first head's rows are all that is needed.
-        rows, dropped = masks[0].flatten().nonzero().flatten(), self.training and self.options.dropout > 0
-        path_RC, steps = self._states(batch, masks[0], rows), []
+        plan, dropped = self.planned(batch, num_steps), self.training and self.options.dropout > 0
+        path_RC, steps = self._states(batch, plan), []
         seeds, position = batch.seeds.flatten(), batch.position.flatten()
-        for i, mask_BL in enumerate(masks):
-            still = mask_BL.flatten()[rows].nonzero().flatten()
-            rows, path_RC = rows[still], path_RC[still]
-            path_RC = self.extend(path_RC, shift_left(batch.ids, 1 + i, 0).flatten()[rows])
+        for i, (rows, still) in enumerate(zip(plan.rows, plan.among, strict=True)):
+            path_RC = self.extend(path_RC[still], shift_left(batch.ids, 1 + i, 0).flatten()[rows])
             drop = Dropper(self.options.dropout, seeds[rows], position[rows], i) if dropped else None
             steps.append(StepOutput(i, rows, self.state(i, path_RC, drop), self.projection(i)))
         return HeadOutput(tuple(steps))
@@ -230,11 +233,11 @@ class HydraHead(ScaledHead):
         for j in range(self.options.num_layers - 1):
             yield later[min(j, len(later) - 1)]
 
-    def _states(self, batch: TrainBatch, needed_BL: Tensor, rows: Tensor) -> Tensor:
-        """Return [R, H]: the target's states of the rows, or what the prefix layer makes of them."""
+    def _states(self, batch: TrainBatch, plan: Plan) -> Tensor:
+        """Return [R, H]: the target's states of the first head's rows, or what the prefix layer makes of them."""
         if self.prefix_embedding_layer is None:
-            return batch.last.flatten(0, 1)[rows].to(self.dtype)
-        return self.prefix_embedding_layer.rows(batch, needed_BL)
+            return batch.last.flatten(0, 1)[plan.rows[0]].to(self.dtype)
+        return self.prefix_embedding_layer.rows(batch, plan.queries[0])
 
     @property
     def dtype(self) -> torch.dtype:

@@ -48,13 +48,14 @@ class RowPlan:
 
     rows: [R] int64 flat indices of the queries, ascending. documents: [B, L] numbers that differ between any two
     documents of the batch. spans: (first flat index, tokens up to the last query row) of the documents with query rows,
-    ascending. window: how many tokens each row sees, its own the last of them; None for all.
+    ascending. window: how many tokens each row sees, its own the last of them; None for all. packed: see `pack`.
     """
 
     rows: Tensor
     documents: Tensor
     spans: tuple[tuple[int, int], ...]
     window: int | None = None
+    packed: Packed | None = None
 
     def within(self, window: int | None) -> "RowPlan":
         """Return the plan in which the same rows see no more than `window` tokens."""
@@ -73,6 +74,9 @@ class RowPlan:
     def context(self) -> "RowPlan":
         """The plan in which every token that a query row may see is a query row."""
         device = self.rows.device
+        if self.packed is not None:
+            rows = self.packed.tokens_T
+            return replace(self, rows=rows, packed=replace(self.packed, place_R=torch.arange(len(rows), device=device)))
         tokens = [torch.arange(first, first + length, device=device) for first, length in self.spans]
         return replace(self, rows=torch.cat(tokens) if tokens else self.rows)
 
@@ -91,9 +95,10 @@ class RowPlan:
             groups.append(Group(tokens_nm, query_index[tokens_nm]))
         return tuple(groups)
 
-    @cached_property
-    def packed(self) -> Packed:
-        """The documents end to end, for kernels that take documents of any length; needs at least one."""
+    def pack(self) -> "RowPlan":
+        """Return the plan with the documents end to end, for kernels that take documents of any length."""
+        if not self.spans:
+            return self
         device = self.rows.device
         first, length = upload(self.spans, device).T
         starts = torch.nn.functional.pad(length.cumsum(0), (1, 0))
@@ -103,7 +108,8 @@ class RowPlan:
         tokens_T = number + shift
         index = torch.empty(self.documents.numel(), dtype=torch.int64, device=device)
         index[tokens_T] = number
-        return Packed(tokens_T, index[self.rows], starts.int(), max(tokens for _, tokens in self.spans))
+        longest = max(tokens for _, tokens in self.spans)
+        return replace(self, packed=Packed(tokens_T, index[self.rows], starts.int(), longest))
 
 
 def plan_rows(document_BL: Tensor, needed_BL: Tensor) -> RowPlan:

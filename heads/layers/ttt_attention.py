@@ -213,6 +213,7 @@ def causal_attention(q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, plan: RowPla
     if _on_cpu(q_RHD):
         return _by_groups(q_RHD, k_BLGD, v_BLGD, plan, scale)
     packed = plan.packed
+    assert packed is not None
     q_THD, k_TGD, v_TGD = _spread(q_RHD, plan), *(x.flatten(0, 1)[packed.tokens_T] for x in (k_BLGD, v_BLGD))
     lengths = (packed.starts, packed.starts, packed.longest, packed.longest)
     out_THD, lse_HT, *_ = _gpu_forward(q_THD, k_TGD, v_TGD, *lengths, 0.0, True, False, scale=scale, **_window(plan))
@@ -230,6 +231,7 @@ def causal_backward(
     if _on_cpu(q_RHD):
         return _backward_by_groups(grad_RHD, q_RHD, k_BLGD, v_BLGD, total, plan, scale)
     packed = plan.packed
+    assert packed is not None
     k_TGD, v_TGD = (x.flatten(0, 1)[packed.tokens_T] for x in (k_BLGD, v_BLGD))
     grad_THD, q_THD, out_THD, lse_TH = (_spread(x, plan) for x in (grad_RHD, q_RHD, total.out_RHD, total.lse_RH))
     lengths = (packed.starts, packed.starts, packed.longest, packed.longest)
@@ -267,6 +269,7 @@ def _band(plan: RowPlan, group: Group, like: Tensor) -> dict[str, Any]:
 def _spread(x_R: Tensor, plan: RowPlan) -> Tensor:
     """Return [T, ...] from the query rows' [R, ...], zeros at other tokens."""
     packed = plan.packed
+    assert packed is not None
     return x_R.new_zeros(len(packed.tokens_T), *x_R.shape[1:]).index_copy_(0, packed.place_R, x_R)
 
 

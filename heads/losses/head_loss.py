@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from draftsmith.data.batch import TrainBatch
+from draftsmith.data.batch import TrainBatch, move
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
 from draftsmith.heads.losses.pieces import sum_pieces
+from draftsmith.heads.losses.plan import LossPlan, divisor_of, plan_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.target.kernels import upload
+from draftsmith.heads.plan import flat_rows
 from draftsmith.target.target import TargetHead
 
 PIECE = {"cpu": 1 << 22, "cuda": 1 << 25}
@@ -147,17 +148,9 @@ def loss_divisor(batch: TrainBatch, spec: LossSpec, head: DraftHead | None = Non
     update's divisor is known before its first backward pass. "rows": N, those of step 0. "weights": the rows of all steps that the head is
     trained on, by the steps' weights. "sequence": documents with at least one row. "positions": B*L.
     """
-    if spec.normalize == "positions":
-        return torch.tensor(batch.ids.numel(), device=batch.ids.device)
     masks = iterate_supervised_rows(batch) if head is None else head.supervised(batch)
-    if spec.normalize == "weights":
-        steps = 1 if head is None else head.trains.steps
-        counts = torch.stack([mask_BL.sum() for mask_BL in islice(masks, steps)])
-        return (counts * counts.new_tensor([spec.step_weight(k) for k in range(steps)], dtype=torch.float32)).sum()
-    first_BL = next(iter(masks))
-    if spec.normalize == "sequence":
-        return _document_rows(batch, first_BL)[0].count_nonzero()
-    return first_BL.sum()
+    steps = head.trains.steps if spec.normalize == "weights" and head is not None else 1
+    return divisor_of([flat_rows(mask_BL) for mask_BL in islice(masks, steps)], batch, spec)
 
 
 def head_loss(
@@ -180,10 +173,10 @@ def head_loss(
     `LossSpec.warmup_weight`. piece_size: logits that are there at a time, None for those of `PIECE`. scale: see `sum_pieces`. The teacher
     of a target that is tuned too (output.tuned) is the original.
     """
-    device, steps = batch.ids.device, output.steps
-    weights, loss_of = _row_weights(batch, spec, steps[0].rows), _row_terms(spec, batch, output.tuned is not None)
+    device, steps, plan = batch.ids.device, output.steps, _planned(output, batch, spec)
+    weights, loss_of = plan.weights, _row_terms(spec, batch, output.tuned is not None)
     number_S = torch.arange(len(steps), device=device)
-    depth_S = upload([warmup_weight * spec.step_weight(step.offset) for step in steps], device)
+    depth_S = (plan.depths_S * warmup_weight).float()
 
     def terms(piece: _Piece, log_q_RW: Tensor) -> tuple[Tensor, Tensor]:
         kept_R = (piece.best >= 0).to(log_q_RW.dtype)
@@ -199,7 +192,7 @@ def head_loss(
     assert output.tuned is None or draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
     with torch.autocast(device.type, enabled=False):
         size = piece_size or PIECE.get(batch.last.device.type, PIECE["cuda"])
-        loss, figures = _sums(output, batch, target_head, draft_vocab, terms, tuned_terms, size, scale)
+        loss, figures = _sums(output, plan, batch, target_head, draft_vocab, terms, tuned_terms, size, scale)
     tuned = None if output.tuned is None else figures[-4:].float()
     figures = figures[: 4 * len(steps)].view(4, -1)
     return LossOutput(
@@ -237,20 +230,18 @@ def by_projection(steps: Sequence[StepOutput]) -> list[list[int]]:
     return [list(group) for _, group in groupby(range(len(steps)), key=alike)]
 
 
-def _spans(indices: Sequence[Tensor], positions: int, count: int) -> list[list[slice]]:
-    """Return the rows of each step in each piece of `count` positions. indices: the number of each row's position, ascending."""
-    edges_P = torch.arange(0, max(1, positions), count, device=indices[0].device)
-    # One question to the device.
-    disorder = torch.stack([(index.diff() < 0).any() for index in indices])[None]
-    begins_PS = torch.stack([torch.searchsorted(index, edges_P) for index in indices], 1)
-    *begins, disordered = torch.cat([begins_PS, disorder]).tolist()
-    assert not any(disordered), "the rows of a step ascend"
-    ends = [*begins[1:], [len(index) for index in indices]]
-    return [[slice(*span) for span in zip(*both, strict=True)] for both in zip(begins, ends, strict=True)]
+def _planned(output: HeadOutput, batch: TrainBatch, spec: LossSpec) -> LossPlan:
+    """Return the plan of the loss that travels with the batch, or one made now, for which a GPU is waited for."""
+    plan, sizes = None if batch.plan is None else batch.plan.loss, [len(step.rows) for step in output.scored]
+    if plan is not None and [len(index) for index in plan.indices] == sizes:
+        return plan
+    rows, offsets = [step.rows.cpu() for step in output.scored], [step.offset for step in output.scored]
+    return move(plan_loss(rows, offsets, batch.without_states().to("cpu"), spec), batch.ids.device)
 
 
 def _sums(
     output: HeadOutput,
+    plan: LossPlan,
     batch: TrainBatch,
     target_head: TargetHead,
     draft_vocab: Tensor | None,
@@ -264,11 +255,10 @@ def _sums(
     size: logits of a piece, about.
     """
     steps = output.scored
-    unique_U, inverse = torch.unique(torch.cat([s.rows + 1 + s.offset for s in steps]), return_inverse=True)
-    indices = inverse.split([len(step.rows) for step in steps])
+    unique_U, indices = plan.positions_U, plan.indices
     width = target_head.vocab_size if draft_vocab is None else len(draft_vocab)
     count = max(1, size // (width * len(steps)))
-    spans = _spans(indices, len(unique_U), count)
+    spans = plan.spans(count)
     columns = [(number, tensor) for number, step in enumerate(steps) for tensor in step.tensors]
     groups, top1 = by_projection(steps), batch.top1.flatten()
     number_S = torch.arange(len(steps), device=unique_U.device)
@@ -309,20 +299,3 @@ def _sums(
     return sum_pieces(
         of_piece, [tensor for _, tensor in columns], [[here[k] for k, _ in columns] for here in spans], scale
     )
-
-
-def _document_rows(batch: TrainBatch, rows_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many of the rows each document has, and each flat position's document number in that count."""
-    row = torch.arange(len(batch.ids), device=batch.ids.device)[:, None]
-    key = (row * (batch.document.max() + 2) + batch.document + 1).flatten()
-    counts = torch.bincount(key, rows_BL.flatten().float())
-    return counts, key
-
-
-def _row_weights(batch: TrainBatch, spec: LossSpec, rows: Tensor) -> Tensor | None:
-    """Return [B*L] weights of rows, None where all are 1: with "sequence" 1 / (rows of step 0 in the row's document)."""
-    if spec.normalize != "sequence":
-        return None
-    first = torch.zeros(batch.ids.numel(), device=rows.device)
-    counts, key = _document_rows(batch, first.index_fill(0, rows, 1.0))
-    return counts.clamp_min(1.0).reciprocal()[key]

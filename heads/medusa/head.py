@@ -10,7 +10,6 @@ x_{t+1}, so heads and steps of other drafters count alike.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import islice
 from typing import Any, ClassVar, Self
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
-from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Trains, iterate_supervised_rows
+from draftsmith.heads.base import DraftHead, Drafts, HeadOutput, StepOutput, Trains
 from draftsmith.heads.drafters import HeadDrafter
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.target.target import Target
@@ -70,12 +69,8 @@ class MedusaHead(DraftHead):
 
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_i, V] of the first `num_steps` heads (all of them, if there are fewer)."""
-        masks = islice(iterate_supervised_rows(batch), min(num_steps, self.options.num_heads))
-        last = batch.last.flatten(0, 1)
-        steps = []
-        for i, mask_BL in enumerate(masks):
-            rows = mask_BL.flatten().nonzero().flatten()
-            steps.append(StepOutput(i, rows, self.state(i, last[rows]), self.projection(i)))
+        plan, last = self.planned(batch, num_steps), batch.last.flatten(0, 1)
+        steps = [StepOutput(i, at, self.state(i, last[at]), self.projection(i)) for i, at in enumerate(plan.rows)]
         return HeadOutput(tuple(steps))
 
     def logits(self, head: int, last: Tensor) -> Tensor:

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.data.documents import plan_documents
 from draftsmith.heads.base import HeadOutput, StepOutput, answer_rows
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import MedusaHead
 from draftsmith.heads.medusa2 import Medusa2Options
+from draftsmith.heads.plan import Plan, flat_rows
 from draftsmith.target.target import Target
 from draftsmith.target.tuned import AdapterSpec, TunedTarget
 
@@ -63,15 +65,26 @@ class Medusa2Head(MedusaHead):
         """The target with the adapter."""
         return self._tuned[0]
 
+    def plan(self, batch: TrainBatch, num_steps: int) -> Plan:
+        """As `DraftHead.plan`, with the passes of the target that is tuned."""
+        plan = super().plan(batch, num_steps)
+        if self.merged is not None:
+            return plan
+        passes, draw = plan_documents(batch.document, batch.ids.numel()), int(batch.seeds.sum())
+        return replace(
+            plan, passes=passes, tuned=flat_rows(answer_rows(batch)), draw=None if batch.seed is None else draw
+        )
+
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Run the tuned target over the batch's tokens, then the heads on its states; return the logits of both. Deployed heads
         read the batch's states, and return their own logits."""
         if self.merged is not None:
             return super().forward(batch, num_steps)
-        states_BLH = self.tuned.states(batch)
-        steps = super().forward(replace(batch, last=states_BLH), num_steps).steps
-        rows = answer_rows(batch).flatten().nonzero().flatten()
-        return HeadOutput(steps, StepOutput(-1, rows, states_BLH.flatten(0, 1)[rows], self.project))
+        plan = self.planned(batch, num_steps)
+        states_BLH = self.tuned.states(batch, plan.passes, plan.draw)
+        steps = super().forward(replace(batch, last=states_BLH, plan=plan), num_steps).steps
+        assert plan.tuned is not None
+        return HeadOutput(steps, StepOutput(-1, plan.tuned, states_BLH.flatten(0, 1)[plan.tuned], self.project))
 
     def project(self, state: Tensor) -> Tensor:
         """State [..., H] -> fp32 logits [..., V] by the tuned target's output projection."""

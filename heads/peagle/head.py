@@ -16,8 +16,7 @@ there are depths.
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from itertools import islice
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,11 +27,13 @@ from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, numbers
 from draftsmith.decoder.sampling import SAMPLE, uniforms
 from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows
+from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.eagle.fused import FusedHead
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import TrainingPass
 from draftsmith.heads.peagle import PEagleOptions
+from draftsmith.heads.plan import Plan, plan_queries
 from draftsmith.target.target import Target
 from draftsmith.target.tokens import spare_tokens
 
@@ -70,25 +71,31 @@ class PEagleHead(FusedHead):
         masks = iterate_supervised_rows(batch)
         return sample_depths(batch, masks, self.options) if self.training else masks
 
+    def plan(self, batch: TrainBatch, num_steps: int) -> Plan:
+        """As `DraftHead.plan`: the query rows of a depth are its own, among those of the depth before."""
+        plan = super(EagleHead, self).plan(batch, num_steps)
+        before = (plan.rows[0], *plan.rows)
+        among = tuple(torch.searchsorted(others, rows) for others, rows in zip(before, plan.rows, strict=False))
+        return replace(plan, queries=tuple(plan_queries(batch, rows) for rows in plan.rows), among=among)
+
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Run `num_steps` depths on the text of `batch`: logits [R_d, W] each, on the rows of `supervised`."""
-        masks = list(islice(self.supervised(batch), num_steps))
-        plan = plan_rows(batch.document, masks[0])
-        passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, plan, num_steps, self.window)
+        plan = self.planned(batch, num_steps)
+        passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, plan.queries[0], num_steps, self.window)
         out_RH = self.first_step(batch, self.initial_hidden(batch.aux, batch.last), passing)
-        steps = [StepOutput(0, plan.rows, out_RH, self.logits)]
+        steps = [StepOutput(0, plan.rows[0], out_RH, self.logits)]
         masked = self.layer_input(*self.mask_inputs())
-        for depth, mask_BL in enumerate(masks[1:], 1):
-            kept = mask_BL.flatten()[passing.plan.rows].nonzero().flatten()
-            passing.narrow(plan_rows(batch.document, mask_BL), kept)
+        for depth in range(1, len(plan.rows)):
+            passing.narrow(plan.queries[depth], plan.among[depth])
             out_RH = passing.step(depth, *masked)
-            steps.append(StepOutput(depth, passing.plan.rows, out_RH, self.logits))
+            steps.append(StepOutput(depth, plan.rows[depth], out_RH, self.logits))
         return HeadOutput(tuple(steps))
 
     def mask_inputs(self) -> tuple[Tensor, Tensor]:
         """Return what a row of depth 1 and deeper reads: the mask token's embedding and the fused `mask_hidden`, [1, H]
         each."""
-        token = torch.tensor([self.options.mask_token_id], device=self.mask_hidden.device)
+        # Filled in, since a tensor made of a number would wait for the device.
+        token = torch.full((1,), cast(int, self.options.mask_token_id), device=self.mask_hidden.device)
         return self._embed(token), self.fuse(self.mask_hidden[0])
 
 

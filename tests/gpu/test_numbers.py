@@ -48,7 +48,7 @@ def test_ttt_attention_equals_the_oracle_in_value_and_every_gradient(window, hea
     document = documents([[90, 5, 161], [300], [1, 1, 250]], 304).to(DEVICE)
     generator = torch.Generator().manual_seed(0)
     needed = (torch.rand(document.shape, generator=generator) < 0.6).to(DEVICE) & (document >= 0)
-    plan = plan_rows(document, needed).within(window)
+    plan = plan_rows(document, needed).pack().within(window)
     (B, L), R = document.shape, int(needed.sum())
     shapes = [(R, heads, D), (B, L, groups, D), (B, L, groups, D), *[(diagonal, R, groups, D)] * 2]
     inputs = [torch.randn(s, generator=generator).to(DEVICE, dtype).requires_grad_() for s in shapes]

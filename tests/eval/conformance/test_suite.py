@@ -11,14 +11,13 @@ from draftsmith.decoder import growth
 from draftsmith.decoder.sampling import draw
 from draftsmith.eval.conformance import suite
 from draftsmith.eval.conformance.suite import CHECKS, Spec, check_layouts, run_conformance, tiny_target
-from draftsmith.heads import drafters
+from draftsmith.heads import drafters, plan
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.dflash import DFlashOptions
 from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.drafters import HeadDrafter, LayerCache
 from draftsmith.heads.dspark import DSparkOptions
 from draftsmith.heads.dspark.head import DSparkDrafter, DSparkHead
-from draftsmith.heads.eagle import base as eagle_base
 from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.eagle1 import Eagle1Options
 from draftsmith.heads.eagle1.head import Eagle1Head
@@ -27,7 +26,6 @@ from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.formats.layout import layouts, layouts_of
 from draftsmith.heads.hydra import HydraOptions
 from draftsmith.heads.medusa import MedusaOptions
-from draftsmith.heads.medusa import head as medusa
 from draftsmith.heads.medusa.head import MedusaDrafter
 from draftsmith.heads.medusa2 import Medusa2Options
 from draftsmith.heads.peagle import PEagleOptions
@@ -189,15 +187,15 @@ def shorter_drafts(patch: pytest.MonkeyPatch) -> None:
 
 def leak(patch: pytest.MonkeyPatch) -> None:
     """Documents of a row see those before them."""
-    real = eagle_base.plan_rows
-    patch.setattr(eagle_base, "plan_rows", lambda document, rows: real(document.clamp(max=0), rows))
+    real = plan.plan_rows
+    patch.setattr(plan, "plan_rows", lambda document, rows: real(document.clamp(max=0), rows))
 
 
 def every_row(patch: pytest.MonkeyPatch) -> None:
     """Prompts count as if they were answers."""
-    real = medusa.iterate_supervised_rows
+    real = DraftHead.supervised
     patch.setattr(
-        medusa, "iterate_supervised_rows", lambda batch: real(replace(batch, mask=torch.ones_like(batch.mask)))
+        DraftHead, "supervised", lambda self, batch: real(self, replace(batch, mask=torch.ones_like(batch.mask)))
     )
 
 

@@ -72,13 +72,17 @@ def test_groups_hold_every_document_up_to_its_last_row(batch: tuple[Tensor, Tens
 @settings(max_examples=60, deadline=None)
 @given(batches())
 def test_packed_documents_lie_end_to_end(batch: tuple[Tensor, Tensor]) -> None:
-    plan = plan_rows(*batch)
+    plan = plan_rows(*batch).pack()
+    assert plan.context.rows.tolist() == plan_rows(*batch).context.rows.tolist()
     tokens = [at for first, length in plan.spans for at in range(first, first + length)]
     assert plan.context.rows.tolist() == tokens
     assert plan.context.spans == plan.spans
     if not plan.spans:
         return
-    packed = plan.packed
+    packed, whole = plan.packed, plan.context.packed
+    assert packed is not None
+    assert whole is not None
+    assert whole.place_R.tolist() == list(range(len(tokens)))
     assert packed.tokens_T.tolist() == tokens
     assert [tokens[place] for place in packed.place_R.tolist()] == plan.rows.tolist()
     lengths = [length for _, length in plan.spans]

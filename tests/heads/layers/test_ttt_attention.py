@@ -116,7 +116,7 @@ def test_the_gpus_packed_way_equals_the_oracle(window, heads, groups, diagonal, 
     monkeypatch.setattr(attention, "_gpu_backward", kernel.backward)
     monkeypatch.setattr(attention, "_on_cpu", lambda x: False)
     needed = needed_rows()
-    plan = plan_rows(DOCUMENTS, needed).within(window)
+    plan = plan_rows(DOCUMENTS, needed).pack().within(window)
     inputs = make_inputs(needed, heads=heads, groups=groups, diagonal=diagonal, dtype=torch.bfloat16)
     exact = [x.detach().float().requires_grad_() for x in inputs]
     fast, slow = merged_attention(*inputs, plan, 0.4), eager_ttt_attention(*exact, plan, 0.4)

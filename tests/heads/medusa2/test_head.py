@@ -64,15 +64,20 @@ def seeded(batch: TrainBatch, seed: int) -> TrainBatch:
     return replace(batch, seed=torch.full_like(batch.ids, seed))
 
 
+def states_of(head: Medusa2Head, batch: TrainBatch) -> torch.Tensor:
+    plan = head.plan(batch, 1)
+    return head.tuned.states(batch, plan.passes, plan.draw)
+
+
 def test_without_the_adapter_the_states_are_the_stored_ones_bit_by_bit() -> None:
     target, head, _ = example()
     batch = pack(target, documents_of(target, ((30,), (30,), (30,))), ())
     stored = target.forward(batch.ids).last  # in one pass, as extraction has it
     with head.tuned.model.disable_adapter():
-        assert torch.equal(head.tuned.states(batch), stored)
-    assert float((head.tuned.states(batch).detach() - stored).abs().max()) > 0.1
+        assert torch.equal(states_of(head, batch), stored)
+    assert float((states_of(head, batch).detach() - stored).abs().max()) > 0.1
     new_tokens = build(Medusa2Options(2), target, None).eval()
-    assert torch.equal(new_tokens.tuned.states(batch), stored), "a new adapter changes nothing"
+    assert torch.equal(states_of(new_tokens, batch), stored), "a new adapter changes nothing"
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_oss", "granite", "mixtral"])
@@ -82,7 +87,7 @@ def test_packed_documents_are_read_apart_and_merging_changes_nothing(kind: str) 
     head = changed(target, Medusa2Options(2, lora_r=4), 0.01)
     batch = pack(target, documents_of(target), ())
     with torch.no_grad():
-        states, last = head.tuned.states(batch), batch.last
+        states, last = states_of(head, batch), batch.last
     assert float((states - last).abs().max()) > 1e-3
     assert not states[batch.document < 0].any()
     merged = pack(head.deployed(target).verifier(target), documents_of(target), ())  # each document alone
@@ -148,13 +153,13 @@ def test_dropout_is_drawn_from_the_batch() -> None:
     target, _, batch = example()
     head = changed(target, Medusa2Options(2, lora_r=4, lora_dropout=0.5)).train()
     torch.manual_seed(1)
-    first, state = head.tuned.states(seeded(batch, 5)), torch.get_rng_state()
+    first, state = states_of(head, seeded(batch, 5)), torch.get_rng_state()
     torch.manual_seed(2)
-    assert torch.equal(head.tuned.states(seeded(batch, 5)), first)
-    assert not torch.equal(head.tuned.states(seeded(batch, 6)), first)
+    assert torch.equal(states_of(head, seeded(batch, 5)), first)
+    assert not torch.equal(states_of(head, seeded(batch, 6)), first)
     torch.manual_seed(1)
     assert torch.equal(torch.get_rng_state(), state), "torch's own generator is left alone"
-    assert torch.equal(head.eval().tuned.states(batch), head.tuned.states(seeded(batch, 6)))
+    assert torch.equal(states_of(head.eval(), batch), states_of(head, seeded(batch, 6)))
 
 
 def test_the_tuned_projection_draws_nothing() -> None:
@@ -162,7 +167,7 @@ def test_the_tuned_projection_draws_nothing() -> None:
     target = make_target(tie_word_embeddings=False)
     batch = pack(target, documents_of(target), ())
     head = changed(target, Medusa2Options(2, lora_r=4, lora_dropout=0.5, tune_lm_head=True)).train()
-    state = head.tuned.states(seeded(batch, 5))
+    state = states_of(head, seeded(batch, 5))
     torch.manual_seed(1)
     first = head.tuned.logits(state)
     torch.manual_seed(2)

@@ -1,0 +1,74 @@
+"""What the loss needs to know of a batch before its logits are there: which positions the teacher is asked about, which rows each piece
+has, and what divides the sum.
+
+Shapes: B batch rows, L tokens, R_k rows of step k (flat indices b*L+t), U teacher positions of all steps, S steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.heads.losses.spec import LossSpec
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """Attributes:
+    positions_U: flat indices of the positions that the teacher is asked about, ascending.
+    indices: [R_k] of each step, the number of each row's position.
+    known: the same, for the host.
+    weights: [B*L] weights of rows, None where all are 1.
+    depths_S: weights of the steps in float64.
+    """
+
+    positions_U: Tensor
+    indices: tuple[Tensor, ...]
+    known: tuple[np.ndarray, ...]
+    weights: Tensor | None
+    depths_S: Tensor
+
+    def spans(self, count: int) -> list[list[slice]]:
+        """Return the rows of each step in each piece of `count` positions."""
+        edges_P = np.arange(0, max(1, len(self.positions_U)), count)
+        begins = list(zip(*(np.searchsorted(index, edges_P).tolist() for index in self.known), strict=True))
+        ends = [*begins[1:], [len(index) for index in self.known]]
+        return [[slice(*span) for span in zip(*both, strict=True)] for both in zip(begins, ends, strict=True)]
+
+
+def plan_loss(rows: Sequence[Tensor], offsets: Sequence[int], batch: TrainBatch, spec: LossSpec) -> LossPlan:
+    """Return the plan of rows [R_k] and offsets of steps, those of a tuned target (offset -1) behind the others. All on the CPU."""
+    asked = [at + 1 + offset for at, offset in zip(rows, offsets, strict=True)]
+    positions_U, inverse = torch.unique(torch.cat(asked), return_inverse=True)
+    indices = inverse.split([len(at) for at in asked])
+    assert all((index.diff() >= 0).all() for index in indices), "the rows of a step ascend"
+    weights = None
+    if spec.normalize == "sequence":
+        counts, key = document_rows(batch, rows[0])
+        weights = counts.clamp_min(1.0).reciprocal()[key]
+    depths = [spec.step_weight(offset) for offset in offsets if offset >= 0]
+    known = tuple(index.numpy() for index in indices)
+    return LossPlan(positions_U, indices, known, weights, torch.tensor(depths, dtype=torch.float64))
+
+
+def divisor_of(rows: Sequence[Tensor], batch: TrainBatch, spec: LossSpec) -> Tensor:
+    """Return the divisor of `loss_divisor` from the rows of the steps, those of all steps for "weights"."""
+    if spec.normalize == "positions":
+        return torch.tensor(batch.ids.numel())
+    if spec.normalize == "weights":
+        counts = torch.tensor([len(at) for at in rows])
+        return (counts * torch.tensor([spec.step_weight(k) for k in range(len(rows))], dtype=torch.float32)).sum()
+    if spec.normalize == "sequence":
+        return document_rows(batch, rows[0])[0].count_nonzero()
+    return torch.tensor(len(rows[0]))
+
+
+def document_rows(batch: TrainBatch, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many of the rows each document has, and each flat position's document number in that count."""
+    marked = torch.zeros(batch.ids.numel(), device=rows.device).index_fill(0, rows, 1.0)
+    row = torch.arange(len(batch.ids), device=rows.device)[:, None]
+    key = (row * (batch.document.max() + 2) + batch.document + 1).flatten()
+    return torch.bincount(key, marked), key

@@ -17,6 +17,7 @@ from warnings import catch_warnings, simplefilter
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.data.batch import TrainBatch
@@ -141,11 +142,24 @@ def read_documents(decoder: Any, batch: TrainBatch, passes: Sequence[Pass]) -> T
     """
     ids, states = batch.ids.flatten(), []
     for one in passes:
-        output = decoder(input_ids=ids[one.positions_Mn], use_cache=False)
+        output = decoder(input_ids=ids[one.positions_Mn], past_key_values=_unkept(decoder.config), use_cache=False)
         states.append(output.last_hidden_state.flatten(0, 1)[one.places_R])
     states_RH, positions = torch.cat(states), torch.cat([one.positions_R for one in passes])
     flat = states_RH.new_zeros(len(ids), states_RH.shape[-1]).index_copy(0, positions, states_RH)
     return flat.view(*batch.ids.shape, -1)
+
+
+class _Unkept(DynamicCache):
+    """A cache that keeps nothing. With one, transformers does not wait for the device to learn whether rows hold several texts."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return what was given."""
+        return key_states, value_states
+
+
+def _unkept(config: Any) -> _Unkept | None:
+    attention = {"full_attention", "sliding_attention"}
+    return _Unkept(config=config) if set(getattr(config, "layer_types", None) or ()) <= attention else None
 
 
 def view_of(model: nn.Module) -> Any:

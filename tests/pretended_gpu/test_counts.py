@@ -19,6 +19,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 
+from draftsmith.data.batch import collate
 from draftsmith.data.features import extract as extraction
 from draftsmith.data.features.extract import extract
 from draftsmith.decoder.answers import Request
@@ -27,8 +28,11 @@ from draftsmith.decoder.loop import Loop
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.heads.eagle3 import Eagle3Options
+from draftsmith.heads.losses.head_loss import head_loss
+from draftsmith.heads.losses.spec import LossSpec, Normalize
 from draftsmith.heads.registry import methods
 from draftsmith.train import loop, parallel
+from draftsmith.train.feed import plan_batch
 from draftsmith.train.parallel import WrappedHead
 from draftsmith.train.schedule import TrainData
 from tests.gpu.support import LAYERS, OPTIONS, make_head, make_recipe, make_target, make_texts
@@ -140,6 +144,32 @@ def test_a_training_step(method: str, store: Any, tmp_path: Path, monkeypatch: p
         data = TrainData(store, list(range(20)), list(range(20, 24)))
         loop.train(recipe, target, head, data, tmp_path)
     check(f"training step, {method}", found[0])
+
+
+SETTINGS: dict[str, tuple[str, dict[str, Any], Normalize]] = {
+    "two layers and a window": ("eagle3", {"num_hidden_layers": 2, "sliding_window": 9}, "sequence"),
+    "noise by length": ("eagle1", {"noise": 0.1, "noise_length": 64}, "weights"),
+    "a prefix layer and dropout": ("hydra", {"prefix_attention": True, "dropout": 0.2}, "rows"),
+    "dropout of the adapter": ("medusa2", {"lora_dropout": 0.3}, "positions"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SETTINGS)
+def test_other_settings_wait_for_nothing_in_a_step_either(name: str, store: Any) -> None:
+    method, options, normalize = SETTINGS[name]
+    batch = collate([store.get_many([0, 1], LAYERS), store.get_many([2], LAYERS)], 60, seeds=[[1, 2], [3]])
+    with pretended_gpu() as gpu:
+        target, loss = make_target(dtype=torch.bfloat16), LossSpec(normalize=normalize)
+        head = methods()[method].build(replace(OPTIONS[method], **options), target, None).train()
+        there = plan_batch(batch, head, loss, target.device).batch.to(target.device)
+        gpu.counts.clear()
+        with torch.autocast("cuda", torch.bfloat16):
+            output = head(there, head.trains.steps)
+        head_loss(output, there, target.head, None, loss, 0.3).loss_sum.backward()
+        found = gpu.counts.table()
+    assert found["waits"] == {}
+    assert found["copies"] == {}
 
 
 @pytest.mark.full

@@ -257,12 +257,8 @@ class DraftHead(nn.Module, ABC):
         """
 
     def describe(self) -> dict[str, Any]:
-        """Describe the head for its checkpoint.
-
-        Returns:
-            JSON with all that the method's `load` needs besides layer ids and tensors; under "options" the fields of the recipe's
-            `head:` section.
-        """
+        """Return JSON with all that the method's `load` needs besides layer ids and tensors; under "options" the fields of the
+        recipe's `head:` section."""
         described = {"options": asdict(self.options)}
         if self.config is not None:
             described["layer_config"] = {key: getattr(self.config, key) for key in self.layer_keys}

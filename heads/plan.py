@@ -1,18 +1,43 @@
 """What a training pass needs to know of a batch's tokens, masks and documents: found on the CPU, before the step, so that the step has
 nothing to ask of the device.
 
-Shapes: B batch rows, L tokens, R_k rows of step k (flat indices b*L+t).
+Shapes: B batch rows, L tokens, R_k rows of step k (flat indices b*L+t), U teacher positions of all steps, S steps.
 """
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.documents import Pass
 from draftsmith.heads.layers.row_plan import RowPlan, plan_rows
-from draftsmith.heads.losses.plan import LossPlan
+
+
+@dataclass(frozen=True)
+class LossPlan:
+    """What the loss needs to know: which positions the teacher is asked about, and which rows each piece has.
+
+    positions_U: flat indices of the positions that the teacher is asked about, ascending.
+    indices: [R_k] of each step, the number of each row's position.
+    known: the same, for the host.
+    weights: [B*L] weights of rows, None where all are 1.
+    depths_S: weights of the steps in float64.
+    """
+
+    positions_U: Tensor
+    indices: tuple[Tensor, ...]
+    known: tuple[np.ndarray, ...]
+    weights: Tensor | None
+    depths_S: Tensor
+
+    def spans(self, count: int) -> list[list[slice]]:
+        """Return the rows of each step in each piece of `count` positions."""
+        edges_P = np.arange(0, max(1, len(self.positions_U)), count)
+        begins = list(zip(*(np.searchsorted(index, edges_P).tolist() for index in self.known), strict=True))
+        ends = [*begins[1:], [len(index) for index in self.known]]
+        return [[slice(*span) for span in zip(*both, strict=True)] for both in zip(begins, ends, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from draftsmith.data.batch import TrainBatch, move
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
 from draftsmith.heads.losses.pieces import sum_pieces
-from draftsmith.heads.losses.plan import LossPlan, divisor_of, plan_loss
+from draftsmith.heads.losses.plan import divisor_of, plan_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.heads.plan import flat_rows
+from draftsmith.heads.plan import LossPlan, flat_rows
 from draftsmith.target.target import TargetHead
 
 PIECE = {"cpu": 1 << 22, "cuda": 1 << 25}

@@ -5,38 +5,13 @@ Shapes: B batch rows, L tokens, R_k rows of step k (flat indices b*L+t), U teach
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.losses.spec import LossSpec
-
-
-@dataclass(frozen=True)
-class LossPlan:
-    """Attributes:
-    positions_U: flat indices of the positions that the teacher is asked about, ascending.
-    indices: [R_k] of each step, the number of each row's position.
-    known: the same, for the host.
-    weights: [B*L] weights of rows, None where all are 1.
-    depths_S: weights of the steps in float64.
-    """
-
-    positions_U: Tensor
-    indices: tuple[Tensor, ...]
-    known: tuple[np.ndarray, ...]
-    weights: Tensor | None
-    depths_S: Tensor
-
-    def spans(self, count: int) -> list[list[slice]]:
-        """Return the rows of each step in each piece of `count` positions."""
-        edges_P = np.arange(0, max(1, len(self.positions_U)), count)
-        begins = list(zip(*(np.searchsorted(index, edges_P).tolist() for index in self.known), strict=True))
-        ends = [*begins[1:], [len(index) for index in self.known]]
-        return [[slice(*span) for span in zip(*both, strict=True)] for both in zip(begins, ends, strict=True)]
+from draftsmith.heads.plan import LossPlan
 
 
 def plan_loss(rows: Sequence[Tensor], offsets: Sequence[int], batch: TrainBatch, spec: LossSpec) -> LossPlan:

@@ -27,6 +27,7 @@ _COMMON: dict[str, Any] = {
 }
 _SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "gemma2": ("gemma2", {"sliding_window": 8, "query_pre_attn_scalar": 16, "final_logit_softcapping": 2.0}),
     "gemma3": ("gemma3_text", {"sliding_window": 8, "query_pre_attn_scalar": 16, "sliding_window_pattern": 4}),

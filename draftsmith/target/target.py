@@ -21,6 +21,7 @@ from draftsmith.progress import say
 from draftsmith.target.folder import eos_ids_of, fingerprint_directory
 from draftsmith.target.identity import TargetIdentity, identify_directory
 from draftsmith.target.kernels import fuse_norms, linear, pack_linears, without_autocast
+from draftsmith.target.plain_pass import PlainPass
 from draftsmith.target.pretrained import check_target, open_model
 
 AttentionMask = Tensor | dict[str, Tensor]
@@ -203,6 +204,10 @@ class Target:
             return replace(known, eos_ids=self.eos_ids or None)
         return known.completed(identify_directory(self.directory))
 
+    @cached_property
+    def _plain_pass(self) -> PlainPass | None:
+        return PlainPass.of(self.decoder, self._layers)
+
     def default_layer_ids(self) -> tuple[int, ...]:
         """(2, n//2, n-3), the ids every serving engine assumes. Raises UserError for n < 8, where they collapse."""
         n = self.num_layers
@@ -239,7 +244,10 @@ class Target:
         Returns:
             aux [B, n, A*Ht] and last [B, n, Ht].
         """
-        streams: dict[int, Tensor] = {}
+        if attention_mask is not None and past_key_values is not None and position_ids is not None and self._plain_pass:
+            streams, last = self._plain_pass(input_ids, layer_ids, attention_mask, position_ids, past_key_values)
+            return _output(streams, layer_ids, last)
+        streams = {}
         # Only the layers that are read have a hook, and only now: each costs as much as a small product.
         with ExitStack() as hooks:
             for k in set(layer_ids):
@@ -251,10 +259,13 @@ class Target:
                 past_key_values=past_key_values,
                 use_cache=past_key_values is not None,
             )
-        last: Tensor = output.last_hidden_state
-        if not layer_ids:
-            return TargetOutput(aux=last.new_empty((*last.shape[:-1], 0)), last=last)
-        return TargetOutput(aux=torch.cat([streams[k] for k in layer_ids], dim=-1), last=last)
+        return _output(streams, layer_ids, output.last_hidden_state)
+
+
+def _output(streams: dict[int, Tensor], layer_ids: tuple[int, ...], last: Tensor) -> TargetOutput:
+    if not layer_ids:
+        return TargetOutput(aux=last.new_empty((*last.shape[:-1], 0)), last=last)
+    return TargetOutput(aux=torch.cat([streams[k] for k in layer_ids], dim=-1), last=last)
 
 
 def _tapped(layer: nn.Module, index: int, streams: dict[int, Tensor]) -> Any:

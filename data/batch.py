@@ -4,13 +4,14 @@ Shapes: B batch rows, L tokens, A aux layers, Ht target hidden size.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftsmith.data.memory import move
 from draftsmith.errors import UserError
 
 
@@ -83,27 +84,8 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> "TrainBatch":
         """Return the same batch on `device`."""
-        return move(self, device)
-
-
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return a tensor changed, or a dataclass or tuple with all its tensors changed; anything else as it is."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        return tuple(map_tensors(change, x) for x in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value, **{field.name: map_tensors(change, getattr(value, field.name)) for field in fields(value)}
-        )
-    return value
-
-
-def move(value: Any, device: torch.device | str) -> Any:
-    """Return a dataclass with its tensors on `device`."""
-    # Towards the CPU a copy must be waited for: its memory would be read before it is filled.
-    later = torch.device(device).type != "cpu"
-    return map_tensors(lambda x: x.to(device, non_blocking=later), value)
+        moved: TrainBatch = move(self, device)
+        return moved
 
 
 Row = list[int]

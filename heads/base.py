@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from draftsmith.data.batch import TrainBatch, move
+from draftsmith.data.batch import TrainBatch
+from draftsmith.data.memory import move
 from draftsmith.errors import UserError
 from draftsmith.heads.layers.from_target import LAYER_KEYS
 from draftsmith.heads.plan import Plan, flat_rows

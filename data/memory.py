@@ -50,7 +50,7 @@ def lay(value: Any, take: Callable[[int], Tensor]) -> Any:
 def upload(value: Any, piece: Tensor, device: torch.device) -> Any:
     """Return a dataclass that `lay` laid into `piece`, copied to a device as a whole; the host does not wait."""
     there = piece.to(device, non_blocking=True)
-    return map_tensors(lambda x: _view(there, x.storage_offset() * x.itemsize, x), value)
+    return map_tensors(lambda x: _view(there, int(x.storage_offset()) * x.itemsize, x), value)
 
 
 def _view(piece: Tensor, start: int, like: Tensor) -> Tensor:

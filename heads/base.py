@@ -179,6 +179,8 @@ class Trains:
     outputs: frozenset[str] = frozenset()
     """Fields of the output that it fills besides logits: `feature`, `confidence` (which `calibrate` fits after training), and
     `tuned` where training tunes the target too."""
+    blocks: bool = False
+    """The steps of a row are the slots of a block, which is drafted at once: they share one projection."""
     no_muon: tuple[str, ...] = ()
     """Parts of names of matrices that AdamW trains where the optimizer is Muon, besides embeddings and output
     projections: those that are no full weight matrices within the head, such as low-rank factors and depthwise kernels."""

@@ -16,12 +16,22 @@ from draftsmith.heads.layers.row_plan import RowPlan, plan_rows
 
 
 @dataclass(frozen=True)
+class Span:
+    """What a piece has: of the positions, and of the rows of each step."""
+
+    positions: slice
+    rows: list[slice]
+
+
+@dataclass(frozen=True)
 class LossPlan:
     """What the loss needs to know: which positions the teacher is asked about, and which rows each piece has.
 
     positions_U: flat indices of the positions that the teacher is asked about, ascending.
     indices: [R_k] of each step, the number of each row's position.
     known: the same, for the host.
+    blocks: [R_k] of each step, the number of each row's block, with D-PACE; else none.
+    known_blocks: the same, for the host.
     weights: [B*L] weights of rows, None where all are 1.
     depths_S: weights of the steps in float64.
     """
@@ -29,15 +39,27 @@ class LossPlan:
     positions_U: Tensor
     indices: tuple[Tensor, ...]
     known: tuple[np.ndarray, ...]
+    blocks: tuple[Tensor, ...]
+    known_blocks: tuple[np.ndarray, ...]
     weights: Tensor | None
     depths_S: Tensor
 
-    def spans(self, count: int) -> list[list[slice]]:
-        """Return the rows of each step in each piece of `count` positions."""
-        edges_P = np.arange(0, max(1, len(self.positions_U)), count)
-        begins = list(zip(*(np.searchsorted(index, edges_P).tolist() for index in self.known), strict=True))
-        ends = [*begins[1:], [len(index) for index in self.known]]
-        return [[slice(*span) for span in zip(*both, strict=True)] for both in zip(begins, ends, strict=True)]
+    def spans(self, count: int) -> list[Span]:
+        """Return the pieces of `count` positions, or blocks."""
+        by = self.known_blocks or self.known
+        units = 1 + max((int(index[-1]) for index in by if len(index)), default=0)
+        edges_P = np.arange(0, units, count)
+        begins = list(zip(*(np.searchsorted(index, edges_P).tolist() for index in by), strict=True))
+        ends = [*begins[1:], [len(index) for index in by]]
+        pieces = [[slice(*span) for span in zip(*both, strict=True)] for both in zip(begins, ends, strict=True)]
+        if not self.known_blocks:
+            return [Span(slice(edge, edge + count), rows) for edge, rows in zip(edges_P.tolist(), pieces, strict=True)]
+        return [Span(self._asked(rows), rows) for rows in pieces]
+
+    def _asked(self, rows: list[slice]) -> slice:
+        """Return the positions from the first to the last that these rows of the steps ask about."""
+        asked = [index[own] for index, own in zip(self.known, rows, strict=True) if own.stop > own.start]
+        return slice(min((int(at[0]) for at in asked), default=0), max((int(at[-1]) + 1 for at in asked), default=0))
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from draftsmith.heads.losses.spec import LossSpec
 
 @dataclass(frozen=True)
 class Fed:
-    """A batch with its plan. divisor: its share of `loss_divisor`. rows: its rows of step 0 that count. tokens: without padding."""
+    """A batch with its plan. divisor: its share of `loss_divisor`. rows: its rows of step 0 that count, each for a token to learn. covered:
+    these tokens that some block predicts, for a head that samples blocks; else all. tokens: without padding."""
 
     batch: TrainBatch
     divisor: float
     rows: int
+    covered: int
     tokens: int
 
 
@@ -27,5 +29,6 @@ def plan_batch(batch: TrainBatch, head: DraftHead, loss: LossSpec, device: torch
     scored = [*enumerate(plan.rows), *([] if plan.tuned is None else [(-1, plan.tuned)])]
     offsets, rows = zip(*scored, strict=True)
     plan = replace(plan.laid_out(device), loss=plan_loss(rows, offsets, bare, loss))
-    divisor = float(divisor_of(plan.rows, bare, loss))
-    return Fed(replace(batch, plan=plan), divisor, int(count_rows(bare)), int((batch.document >= 0).sum()))
+    divisor, count = float(divisor_of(plan.rows, bare, loss)), int(count_rows(bare))
+    covered = len(torch.cat([at + k for k, at in enumerate(plan.rows)]).unique()) if head.trains.blocks else count
+    return Fed(replace(batch, plan=plan), divisor, count, covered, int((batch.document >= 0).sum()))

@@ -42,6 +42,7 @@ from draftsmith.train.metrics import (
     StepFigures,
     calibrate_best,
     check_finite,
+    divide_again,
     evaluate_heldout,
     make_heldout_batches,
     read_step,
@@ -276,12 +277,12 @@ class _Run:
         accelerator, device = self.accelerator, self.accelerator.device
         self.pace.extra = {}  # what the step before had
         fed = [(plan_batch(batch, self.planner, self.spec.loss, device), counts) for batch, counts in window]
-        counted = torch.zeros(2)
+        counted = torch.zeros(3)
         for micro, counts in fed:
-            counted += torch.tensor([micro.divisor, micro.rows]) * counts
+            counted += torch.tensor([micro.divisor, micro.rows, micro.covered]) * counts
         if accelerator.num_processes > 1:
             counted = accelerator.reduce(counted.to(device), "sum").cpu()
-        divisor, rows = counted
+        divisor, rows, covered = counted
         if rows == 0 or divisor == 0:
             return self._skip_empty_step(progress)
         # Accelerate divides by the accumulation steps and averages over processes: undo both.
@@ -321,15 +322,19 @@ class _Run:
             "acceptance": found.acceptance,
             **found.tuned,
         }
+        if self.head.trains.blocks:
+            record["covered"] = float(covered / rows)
         return record, progress
 
     def _read(self, sums: torch.Tensor, divisor: torch.Tensor, step: int) -> StepFigures:
         """Clip the gradient and return what the step has found; the host waits for the device once, before weights change.
         Raises UserError where the loss or the gradient is not finite."""
-        norm = None
+        norm, sums = None, self.accelerator.reduce(sums, "sum")
+        if self.spec.loss.divided_later:
+            divisor = divide_again(self.head, sums, divisor)
         if self.spec.clip > 0:
             norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.spec.clip)
-        found = read_step(self.accelerator.reduce(sums, "sum"), divisor, norm)
+        found = read_step(sums, divisor, norm)
         check_finite("The loss became", found.loss_sum, step)
         if self.spec.precision != "fp16":  # whose scaler leaves such steps out
             check_finite("The norm of the gradient became", found.norm, step)

@@ -30,12 +30,14 @@ from draftsmith.target.target import Target, TargetHead
 
 
 def step_sums(scored: LossOutput, tokens: int) -> Tensor:
-    """Return [6 + 4K] what an optimizer step sums up over its micro-batches, in float32: the loss, the tokens, `LossOutput.tuned` (zeros
-    where no target is tuned), and by draft step the loss, the right guesses, the acceptance and the rows."""
-    tuned = scored.loss_sum.new_zeros(4) if scored.tuned is None else scored.tuned
+    """Return [7 + 4K] what an optimizer step sums up over its micro-batches, in float32: the loss, the tokens, `LossOutput.tuned` and
+    `LossOutput.weights` (zeros where there are none), and by draft step the loss, the right guesses, the acceptance and the rows."""
+    some = [x.reshape(-1) for x in (scored.tuned, scored.weights) if x is not None]
+    none = scored.loss_sum.new_zeros(5 - sum(len(x) for x in some))
+    more = [*some, none] if scored.weights is None else [none, *some]
     by_step = (scored.step_loss, scored.step_correct, scored.step_acceptance, scored.step_rows)
     # Filled in, since a tensor made of a number would wait for the device.
-    parts = (scored.loss_sum.detach()[None], scored.loss_sum.new_full((1,), tokens), tuned, *by_step)
+    parts = (scored.loss_sum.detach()[None], scored.loss_sum.new_full((1,), tokens), *more, *by_step)
     return torch.cat([part.float() for part in parts])
 
 
@@ -56,7 +58,7 @@ class StepFigures:
 
 def read_step(sums: Tensor, divisor: Tensor, norm: Tensor | float | None) -> StepFigures:
     """Read `step_sums` of all processes and the norm of the gradient; the host waits for the device once."""
-    whole, by_step = sums[:6], sums[6:].view(4, -1)
+    whole, by_step = sums[:6], sums[7:].view(4, -1)
     if isinstance(norm, Tensor) and hasattr(norm, "full_tensor"):  # of sharded gradients
         norm = norm.full_tensor()
     known = norm.detach().float().reshape(1) if isinstance(norm, Tensor) else sums.new_full((1,), norm or 0.0)
@@ -69,6 +71,20 @@ def read_step(sums: Tensor, divisor: Tensor, norm: Tensor | float | None) -> Ste
     return StepFigures(
         loss_sum, loss, size, int(tokens), step_loss, accuracy, acceptance, tuned_figures(apart, same, rows)
     )
+
+
+@torch.no_grad()
+def divide_again(head: DraftHead, sums: Tensor, divisor: Tensor) -> Tensor:
+    """Divide the gradients by the sum of D-PACE's weights in `step_sums` of all processes, in place of `divisor`; return that sum.
+
+    A weight is known once its pass is done, and the sum once the last micro-batch's is, when all others have their gradients.
+    """
+    weights = sums[6].clamp_min(torch.finfo(sums.dtype).tiny)
+    gradients = [p.grad for p in head.parameters() if p.grad is not None]
+    # Of sharded gradients a process has its part.
+    own = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
+    torch._foreach_mul_(own, divisor.to(weights.device) / weights)
+    return weights
 
 
 def tuned_figures(apart: float, same: float, rows: float) -> dict[str, Any]:
@@ -163,9 +179,9 @@ def evaluate_heldout(
         batch = collate(samples, row_tokens).to(device)
         with drafting(head):
             output = head(batch, max(train_steps, num_speculative_tokens))
-            divisor = loss_divisor(batch, spec, head)
             trained = HeadOutput(output.steps[:train_steps], output.tuned)
             scored = head_loss(trained, batch, target_head, head.draft_vocab, spec)
+            divisor = loss_divisor(batch, spec, head) if scored.weights is None else scored.weights
             accepted = acceptance(output, batch, target_head, head.draft_vocab, sampling)
         tuned += 0 if scored.tuned is None else scored.tuned.double().cpu()
         of_slice = losses[samples[0][0].slice]

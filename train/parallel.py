@@ -134,6 +134,12 @@ def check_launch(spec: TrainSpec, config: Path | None = None) -> None:
                     "`draftsmith recipes accelerate/fsdp2-8gpu` shows one."
                 )
         return
+    if spec.loss.divided_later:
+        raise UserError(
+            f"train.loss.slot_weights is {spec.loss.slot_weights} and train.loss.normalize weights, which divides gradients once all "
+            "passes of a step are done, and DeepSpeed keeps them to itself: launch with accelerate/ddp-8gpu, or set "
+            "train.loss.normalize to rows."
+        )
     if find_spec("deepspeed") is None:
         raise UserError(
             'The launch file asks for DeepSpeed, which is not installed: pip install "draftsmith[deepspeed]".'

@@ -106,7 +106,7 @@ class BlockHead(DraftHead):
         assert options.mask_token_id is not None, "the mask token is chosen before"
         self.options, self.config, drafted = options, config, options.block_size - self.first_slot
         self.reads = Reads(tuple(layer_ids), context_length=steady_positions(config))
-        self.drafts, self.trains = Drafts(drafted), Trains(drafted)
+        self.drafts, self.trains = Drafts(drafted), Trains(drafted, blocks=True)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.fc = nn.Linear(len(layer_ids) * H, H, bias=False)
         self.hidden_norm = RMSNorm(H, eps=eps)

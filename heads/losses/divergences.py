@@ -11,7 +11,7 @@ To add a loss, write its function with its entry in LOSSES, and its definition i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import log, log1p
 
 import torch
@@ -23,17 +23,18 @@ TINY = 1e-30
 @dataclass(frozen=True)
 class Teacher:
     """The target's distribution on some rows. p: [R, W] fp32, p's columns of the draft vocabulary, not renormalised, so that a
-    row sums to less than 1; mass: [R], these sums; negentropy: [R], the sum of p' log p' of p' = p / mass; label: [R] index of
-    the text's own token in the draft vocabulary, -1 outside."""
+    row sums to less than 1; mass: [R], these sums; negentropy: [R], the sum of p' log p' of p' = p / mass; label, best: [R] indices
+    of the text's own token and of the target's likeliest one in the draft vocabulary, -1 outside."""
 
     p: Tensor
     mass: Tensor
     negentropy: Tensor
     label: Tensor
+    best: Tensor
 
     def select(self, index: Tensor) -> "Teacher":
         """Return the distribution on the rows `index`."""
-        return Teacher(self.p[index], self.mass[index], self.negentropy[index], self.label[index])
+        return Teacher(*(getattr(self, field.name)[index] for field in fields(self)))
 
 
 def soft_ce(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
@@ -98,8 +99,18 @@ def lk_hybrid(log_q_RW: Tensor, teacher: Teacher, lk_scale: float, lk_decay: flo
 
 def hard_ce(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
     """Return [R], the cross-entropy with the text's own token; 0 where that is outside the draft vocabulary."""
-    picked = log_q_RW.gather(1, teacher.label.clamp_min(0)[:, None])[:, 0]
-    return torch.where(teacher.label >= 0, -picked, torch.zeros_like(picked))
+    return label_ce(log_q_RW, teacher.label)
+
+
+def argmax_ce(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
+    """Return [R], the cross-entropy with the target's likeliest token; 0 where that is outside the draft vocabulary."""
+    return label_ce(log_q_RW, teacher.best)
+
+
+def label_ce(log_q_RC: Tensor, label_R: Tensor) -> Tensor:
+    """Return [R], the cross-entropy of log-probabilities with a column each; 0 where that is -1."""
+    picked = log_q_RC.gather(1, label_R.clamp_min(0)[:, None])[:, 0]
+    return torch.where(label_R >= 0, -picked, torch.zeros_like(picked))
 
 
 def _log_p(teacher: Teacher) -> Tensor:
@@ -112,13 +123,15 @@ class Loss:
     """One loss that `train.loss.kind` can name: by the name of its function.
 
     function: ([R, W] log q, teacher, **parameters) -> [R]. formula, summary: for docs/train-a-head.md; `--help` has the summary.
-    parameters: its numbers, fields of `LossSpec`.
+    parameters: its numbers, fields of `LossSpec`. label: the field of the teacher with the one token that it is the cross-entropy
+    with, "" for other losses.
     """
 
     function: Callable[..., Tensor]
     formula: str
     summary: str
     parameters: tuple[str, ...] = ()
+    label: str = ""
 
     @property
     def name(self) -> str:
@@ -169,6 +182,13 @@ LOSSES: dict[str, Loss] = {
             hard_ce,
             "-log q(x)",
             "cross-entropy with the text's own token x alone, as Medusa was published",
+            label="label",
+        ),
+        Loss(
+            argmax_ce,
+            "-log q(argmax p)",
+            "cross-entropy with the target's likeliest token alone, whatever the text has",
+            label="best",
         ),
     )
 }

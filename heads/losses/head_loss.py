@@ -24,6 +24,7 @@ from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_sup
 from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
 from draftsmith.heads.losses.pieces import sum_pieces
 from draftsmith.heads.losses.plan import divisor_of, plan_loss
+from draftsmith.heads.losses.slots import dpace
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.plan import LossPlan, flat_rows
 from draftsmith.target.target import TargetHead
@@ -45,7 +46,8 @@ def make_teacher(
     p_UW = log_p_UW.exp()
     mass_U = p_UW.sum(-1).clamp_min(TINY)
     negentropy_U = torch.linalg.vecdot(p_UW, log_p_UW.clamp_min(-1e4)) / mass_U - mass_U.log()
-    return Teacher(p_UW, mass_U, negentropy_U, draft_index(label_U, draft_vocab))
+    label_U, best_U = (draft_index(ids, draft_vocab) for ids in (label_U, batch.top1.flatten()[positions_U]))
+    return Teacher(p_UW, mass_U, negentropy_U, label_U, best_U)
 
 
 def draft_index(ids: Tensor, draft_vocab: Tensor | None) -> Tensor:
@@ -66,6 +68,7 @@ class LossOutput:
     draft's argmax is the target's; step_acceptance, the sum over rows of sum_x min(p(x), q(x)), p over all V.
     tuned: [4] without gradient, where the head tunes its target, else None: the sums over the target's rows of its loss
     (weighted), of KL(original || tuned) and of the rows where both have the same argmax; the number of rows.
+    weights: scalar without gradient, the sum of D-PACE's weights, which then stands in the divisor's place; else None.
     """
 
     loss_sum: Tensor
@@ -75,6 +78,7 @@ class LossOutput:
     step_correct: Tensor
     step_acceptance: Tensor
     tuned: Tensor | None = None
+    weights: Tensor | None = None
 
 
 def row_loss(spec: LossSpec, kind: str | None = None) -> Callable[[Tensor, Teacher], Tensor]:
@@ -90,15 +94,17 @@ class _Piece:
     Attributes:
         rows, step, positions: [R] the flat index, the number of the step and the flat index of the teacher's position.
         teacher: the target's distribution.
-        best: [R] where its likeliest token stands in the draft vocabulary, -1 where it does not.
         feature, confidence: those of `StepOutput`.
+        block: [R] the number of the row's block among the piece's, with D-PACE.
+        blocks: how many these may be.
     """
 
     rows: Tensor
     step: Tensor
     positions: Tensor
     teacher: Teacher
-    best: Tensor
+    block: Tensor | None
+    blocks: int
     feature: Tensor | None
     confidence: Tensor | None
 
@@ -178,16 +184,29 @@ def head_loss(
     weights, loss_of = plan.weights, _row_terms(spec, batch, output.tuned is not None)
     number_S = torch.arange(len(steps), device=device)
     depth_S = (plan.depths_S * warmup_weight).float()
+    base, label = row_loss(spec), LOSSES[spec.kind].label
+
+    def slot_weights(piece: _Piece, log_q_RW: Tensor, kept_R: Tensor) -> Tensor:
+        """Return D-PACE's weights of rows: 0 for those that are dropped, whose drafts go no further."""
+        assert piece.block is not None
+        known_R = kept_R * (getattr(piece.teacher, label) >= 0)
+        chance_R = (-base(log_q_RW.detach(), piece.teacher)).exp() * known_R
+        return dpace(chance_R, piece.block, piece.step, piece.blocks, len(steps), spec) * known_R
 
     def terms(piece: _Piece, log_q_RW: Tensor) -> tuple[Tensor, Tensor]:
-        kept_R = (piece.best >= 0).to(log_q_RW.dtype)
+        kept_R = (piece.teacher.best >= 0).to(log_q_RW.dtype)
         loss_R = loss_of(piece, log_q_RW, kept_R)
         loss_R = loss_R if weights is None else loss_R * weights[piece.rows]
         with torch.no_grad():
-            correct_R = log_q_RW.argmax(-1) == piece.best  # in fp32: several times faster than in bf16
+            correct_R = log_q_RW.argmax(-1) == piece.teacher.best  # in fp32: several times faster than in bf16
             figures = [loss_R, correct_R, acceptance(log_q_RW, piece.teacher), torch.ones_like(loss_R)]
             step_RS = piece.step[:, None] == number_S  # where one_hot would wait for the device
-        return (loss_R * depth_S[piece.step]).sum(), torch.stack(figures).double() @ step_RS.double()
+            slot_R = depth_S[piece.step]
+            if spec.dpace:
+                own_R = slot_weights(piece, log_q_RW, kept_R)
+                slot_R = slot_R * own_R
+                figures.append(own_R)
+        return (loss_R * slot_R).sum(), torch.stack(figures).double() @ step_RS.double()
 
     tuned_terms = None if output.tuned is None else partial(_tuned_terms, spec, weights)
     assert output.tuned is None or draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
@@ -195,7 +214,7 @@ def head_loss(
         size = piece_size or PIECE.get(batch.last.device.type, PIECE["cuda"])
         loss, figures = _sums(output, plan, batch, target_head, draft_vocab, terms, tuned_terms, size, scale)
     tuned = None if output.tuned is None else figures[-4:].float()
-    figures = figures[: 4 * len(steps)].view(4, -1)
+    figures = figures[: (4 + spec.dpace) * len(steps)].view(-1, len(steps))
     return LossOutput(
         loss_sum=loss,
         rows=figures[3, 0].long(),
@@ -204,6 +223,7 @@ def head_loss(
         step_correct=figures[1].long(),
         step_acceptance=figures[2].float(),
         tuned=tuned,
+        weights=figures[4].sum().float() if spec.divided_later else None,
     )
 
 
@@ -213,7 +233,7 @@ def _tuned_terms(spec: LossSpec, weights: Tensor | None, piece: _Piece, log_q_RV
     loss_R = kl_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, piece.teacher)
     loss_R = loss_R if weights is None else loss_R * weights[piece.rows]
     loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
-    same_R = log_q_RV.argmax(-1) == piece.best
+    same_R = log_q_RV.argmax(-1) == piece.teacher.best
     figures = [loss.detach(), kl_R.detach().sum(), same_R.sum(), torch.ones_like(same_R).sum()]
     return loss, torch.stack([figure.double() for figure in figures])
 
@@ -261,17 +281,13 @@ def _sums(
     count = max(1, size // (width * len(steps)))
     spans = plan.spans(count)
     columns = [(number, tensor) for number, step in enumerate(steps) for tensor in step.tensors]
-    groups, top1 = by_projection(steps), batch.top1.flatten()
+    groups = by_projection(steps)
     number_S = torch.arange(len(steps), device=unique_U.device)
 
     def of_piece(number: int, *values: Tensor) -> tuple[Tensor, Tensor]:
-        here, begin = spans[number], number * count
-        teacher = make_teacher(batch, unique_U[begin : begin + count], target_head, draft_vocab)
-        total, figures, tuned = (
-            torch.zeros((), device=unique_U.device),
-            unique_U.new_zeros(4, len(output.steps)).double(),
-            None,
-        )
+        asked, here = spans[number].positions, spans[number].rows
+        teacher = make_teacher(batch, unique_U[asked], target_head, draft_vocab)
+        total, figures, tuned = torch.zeros((), device=unique_U.device), None, None
         for group in groups:
             first = steps[group[0]]
             own = [[value for (k, _), value in zip(columns, values, strict=True) if k == step] for step in group]
@@ -283,20 +299,22 @@ def _sums(
                 torch.cat([steps[k].rows[here[k]] for k in group]),
                 torch.cat([number_S[k].expand(here[k].stop - here[k].start) for k in group]),
                 position_R,
-                teacher.select(index_R - begin),
-                draft_index(top1[position_R], draft_vocab),
+                teacher.select(index_R - asked.start),
+                torch.cat([plan.blocks[k][here[k]] for k in group]) - number * count if plan.blocks else None,
+                count,
                 None if first.feature is None else others[0],
                 None if first.confidence is None else others[-1],
             )
             log_q_RW = torch.log_softmax(first.projected(*joined[: len(first.sources)]), -1, dtype=torch.float32)
             if first.offset >= 0 or tuned_terms is None:
                 loss, more = terms(piece, log_q_RW)
-                figures = figures + more
+                figures = more if figures is None else figures + more
             else:
                 loss, tuned = tuned_terms(piece, log_q_RW)
             total = total + loss
+        assert figures is not None, "a head has steps"
         return total, figures.flatten() if tuned is None else torch.cat([figures.flatten(), tuned])
 
     return sum_pieces(
-        of_piece, [tensor for _, tensor in columns], [[here[k] for k, _ in columns] for here in spans], scale
+        of_piece, [tensor for _, tensor in columns], [[span.rows[k] for k, _ in columns] for span in spans], scale
     )

@@ -2,6 +2,8 @@
 has, and what divides the sum.
 
 Shapes: B batch rows, L tokens, R_k rows of step k (flat indices b*L+t), U teacher positions of all steps, S steps.
+
+Pieces go by positions, so that each is asked about once; with D-PACE by blocks, the steps of one row, whose weights depend on each other.
 """
 
 from collections.abc import Sequence
@@ -25,8 +27,12 @@ def plan_loss(rows: Sequence[Tensor], offsets: Sequence[int], batch: TrainBatch,
         counts, key = document_rows(batch, rows[0])
         weights = counts.clamp_min(1.0).reciprocal()[key]
     depths = [spec.step_weight(offset) for offset in offsets if offset >= 0]
-    known = tuple(index.numpy() for index in indices)
-    return LossPlan(positions_U, indices, known, weights, torch.tensor(depths, dtype=torch.float64))
+    known, blocks = tuple(index.numpy() for index in indices), tuple[Tensor, ...]()
+    if spec.dpace:
+        blocks = torch.unique(torch.cat([*rows]), return_inverse=True)[1].split([len(at) for at in rows])
+    known_blocks = tuple(index.numpy() for index in blocks)
+    depths_S = torch.tensor(depths, dtype=torch.float64)
+    return LossPlan(positions_U, indices, known, blocks, known_blocks, weights, depths_S)
 
 
 def divisor_of(rows: Sequence[Tensor], batch: TrainBatch, spec: LossSpec) -> Tensor:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     LossKind = str
 else:
     LossKind = Literal[tuple(LOSSES)]
+SlotWeights = Literal["decay", "dpace", "dpace_confidence", "dpace_continuation"]
 Normalize = Literal["rows", "weights", "sequence", "positions"]
 TunedKind = Literal["kl", "hard_ce"]
 _WEIGHT = within(0, 10**6)
@@ -34,6 +35,12 @@ class LossSpec:
     """Step k weighs decay**k."""
     depth_weights: list[float] | None = field(default=None, metadata=LATER | _WEIGHT)
     """The weight of each step (or head), in place of decay; null: by decay."""
+    slot_weights: SlotWeights = field(default="decay", metadata=LATER)
+    """What weighs the slots of a block: decay; or D-PACE, how much a slot adds to the accepted length by the draft's own
+    probabilities: dpace, or one of its two factors, dpace_confidence (that the draft gets as far) and dpace_continuation
+    (how much further it gets)."""
+    dpace_alpha: float = field(default=0.5, metadata=LATER | within(0, 1, above=True))
+    """D-PACE: what a slot's probability is smoothed towards 1 by; near 0 late slots learn little, at 1 weights fall along a line."""
     beta: float = field(
         default=0.5, metadata=LATER | within(0, 1, "kl and reverse_kl are its ends", above=True, below=True)
     )
@@ -90,15 +97,44 @@ class LossSpec:
             owners = [loss.name for loss in LOSSES.values() if key in loss.parameters]
             why = f"it belongs to {' and '.join(owners)}, and train.loss.kind is {self.kind}: leave it out"
             self._refuse(key, {self.kind, *self.also}.isdisjoint(owners), why)
+        self._check_dpace()
         weighed = "train.loss.depth_weights name the weight of every step: leave one of them out"
         self._refuse("decay", self.depth_weights is not None, weighed)
         self._refuse("top_k", not self.top_k_weight, "train.loss.top_k_weight is 0: set that, or leave top_k out")
+
+    @property
+    def dpace(self) -> bool:
+        """Whether D-PACE weighs the slots, by probabilities that a pass has to tell first."""
+        return self.slot_weights != "decay"
+
+    @property
+    def divided_later(self) -> bool:
+        """Whether the sum is divided by weights that the passes of a step tell, see `LossOutput.weights`."""
+        return self.dpace and self.normalize == "weights"
+
+    def _check_dpace(self) -> None:
+        """Raise UserError where D-PACE would be beside another weight, or where a loss does not tell the probability of a token."""
+        if not self.dpace:
+            self._refuse("dpace_alpha", True, "train.loss.slot_weights is decay: set dpace there, or leave it out")
+            return
+        named = [loss.name for loss in LOSSES.values() if loss.label]
+        if self.kind not in named:
+            raise UserError(
+                f"train.loss.slot_weights is {self.slot_weights}, which weighs slots by the probability of one token, but "
+                f"train.loss.kind is {self.kind}, which is no cross-entropy with one: choose {' or '.join(named)}."
+            )
+        for key in ("decay", "depth_weights"):
+            self._refuse(
+                key, True, f"train.loss.slot_weights is {self.slot_weights}, which replaces it: leave one of them out"
+            )
 
     def check_head(self, head: "DraftHead") -> None:
         """Raise UserError where the losses need what `head` does not have."""
         trains, heads = head.trains, f"{head.method} heads of this recipe"
         confident, tunes_target = ("confidence" in trains.outputs), ("tuned" in trains.outputs)
         self.check_steps(trains.steps)
+        blocks = "learn no block of slots that are drafted at once: leave it out, or train dflash"
+        self._refuse("slot_weights", not trains.blocks, f"{heads} {blocks}")
         self._refuse("decay", trains.steps == 1 and self.decay != 1, f"{heads} learn a single step: leave it out")
         terms = [
             *self.term_weights("feature" in trains.outputs, tunes_target),
@@ -152,7 +188,9 @@ class LossSpec:
             )
 
     def step_weight(self, offset: int) -> float:
-        """Return the weight of step (or head) number `offset`."""
+        """Return the weight of step (or head) number `offset`; 1 with D-PACE, whose weights differ from row to row."""
+        if self.dpace:
+            return 1.0
         return self.decay**offset if self.depth_weights is None else self.depth_weights[offset]
 
 

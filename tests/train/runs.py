@@ -29,6 +29,8 @@ _CHANCE = {
     "medusa2": {"lora_dropout": 0.2},
 }
 """What leaves something to chance, which must not depend on the number of processes."""
+_LOSSES = {"dflash": {"kind": "hard_ce", "slot_weights": "dpace", "normalize": "weights"}}
+"""A loss that is divided once all passes of a step are done."""
 HEADS = {method: SMALL_HEADS.get(method, {}) | _CHANCE.get(method, {}) for method in methods()}
 
 
@@ -108,6 +110,7 @@ def make_run(folder: Path, method: str = "eagle3") -> TinyRun:
             "clip": 1e-5,
             "precision": "no",
             "evaluations": 2,
+            "loss": _LOSSES.get(method, {}),
         },
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -88,6 +88,7 @@ WAYS = [
     pytest.param("medusa2", "zero2-8gpu", "DeepSpeed on 2 processes", marks=needs_deepspeed),
     ("medusa2", "fsdp2-8gpu", "FSDP2"),
     pytest.param("eagle3", "zero2-8gpu", "DeepSpeed on 2 processes", marks=needs_deepspeed),
+    ("dflash", "fsdp2-8gpu", "FSDP2"),
 ]
 
 

@@ -19,6 +19,7 @@ from draftsmith.heads.losses.head_loss import loss_divisor
 from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from draftsmith.target.tokens import choose_mask_token
+from draftsmith.train.feed import plan_batch
 from tests.heads.blocks import LOSSES, make_head, make_target, packed, slow_states, trained
 
 pytestmark = pytest.mark.full
@@ -106,6 +107,26 @@ def test_training_learns_from_the_sample_and_evaluation_from_all() -> None:
     expected = sum(spec.decay**k * len(step.rows) for k, step in enumerate(steps))
     assert float(loss_divisor(batch, spec, head)) == pytest.approx(expected)
     assert len(head.eval()(batch, 1).steps[0].rows) == int(supervised_rows(batch, 0).sum())
+
+
+def test_no_block_crosses_a_document_and_training_tells_what_blocks_cover() -> None:
+    """Where every token is to be learned, prompts too, a block near a document's end learns what is left of it."""
+    target = make_target()
+    batch = packed(target)
+    batch = replace(batch, mask=torch.ones_like(batch.mask))
+    head, spec = make_head("dflash", target, anchors=2).train(), LOSSES["dflash"]
+    document, length = batch.document, batch.ids.shape[1]
+    learned: set[int] = set()
+    for k, step in enumerate(head(batch, 4).steps):
+        row, at = step.rows // length, step.rows % length
+        assert torch.equal(document[row, at], document[row, at + 2 + k])
+        learned |= set((step.rows + 2 + k).tolist())
+    every = {r + 2 for r in supervised_rows(batch, 0).flatten().nonzero().flatten().tolist()}
+    fed = plan_batch(batch, head, spec, torch.device("cpu"))
+    assert (fed.covered, fed.rows) == (len(learned), len(every))
+    assert len(learned & every) == len(learned) < len(every)
+    everything = plan_batch(batch, make_head("dflash", target, anchors=1000).train(), spec, torch.device("cpu"))
+    assert everything.covered == everything.rows
 
 
 def test_a_draft_is_no_longer_than_its_block() -> None:

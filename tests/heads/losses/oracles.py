@@ -55,6 +55,10 @@ def lk_hybrid(row: Row) -> Tensor:
     return share * divergence(row.p, row.q) + (1 - share) * (1 - row.accepted)
 
 
+def ce(row: Row, token: int) -> Tensor:
+    return -row.q_V[token].log() if token in row.vocab.tolist() else torch.zeros(())
+
+
 ORACLES: dict[str, Callable[[Row], Tensor]] = {
     "kl": lambda row: divergence(row.p, row.q),
     "reverse_kl": lambda row: divergence(row.q, row.p.clamp_min(TINY)),  # else infinite
@@ -63,7 +67,8 @@ ORACLES: dict[str, Callable[[Row], Tensor]] = {
     "tv": lambda row: 0.5 * (row.p_V - row.q_V).abs().sum(),
     "lk_alpha": lambda row: -row.accepted.log(),
     "lk_hybrid": lk_hybrid,
-    "hard_ce": lambda row: -row.q_V[row.token].log() if row.token in row.vocab.tolist() else torch.zeros(()),
+    "hard_ce": lambda row: ce(row, row.token),
+    "argmax_ce": lambda row: ce(row, int(row.p_V.argmax())),
 }
 
 

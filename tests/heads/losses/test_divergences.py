@@ -57,7 +57,8 @@ def teacher_of(p_RV: Tensor, tokens_R: Tensor) -> Teacher:
     p = p_RV[:, :W]
     mass = p.sum(-1)
     share = p / mass[:, None]
-    return Teacher(p, mass, torch.xlogy(share, share).sum(-1), torch.where(tokens_R < W, tokens_R, -1))
+    label_R, best_R = (torch.where(at < W, at, -1) for at in (tokens_R, p_RV.argmax(-1)))
+    return Teacher(p, mass, torch.xlogy(share, share).sum(-1), label_R, best_R)
 
 
 @pytest.mark.parametrize("inside", [W, 3], ids=["everywhere", "zeros"])

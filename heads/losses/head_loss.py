@@ -186,13 +186,6 @@ def head_loss(
     depth_S = (plan.depths_S * warmup_weight).float()
     base, label = row_loss(spec), LOSSES[spec.kind].label
 
-    def slot_weights(piece: _Piece, log_q_RW: Tensor, kept_R: Tensor) -> Tensor:
-        """Return D-PACE's weights of rows: 0 for those that are dropped, whose drafts go no further."""
-        assert piece.block is not None
-        known_R = kept_R * (getattr(piece.teacher, label) >= 0)
-        chance_R = (-base(log_q_RW.detach(), piece.teacher)).exp() * known_R
-        return dpace(chance_R, piece.block, piece.step, piece.blocks, len(steps), spec) * known_R
-
     def terms(piece: _Piece, log_q_RW: Tensor) -> tuple[Tensor, Tensor]:
         kept_R = (piece.teacher.best >= 0).to(log_q_RW.dtype)
         loss_R = loss_of(piece, log_q_RW, kept_R)
@@ -203,9 +196,9 @@ def head_loss(
             step_RS = piece.step[:, None] == number_S  # where one_hot would wait for the device
             slot_R = depth_S[piece.step]
             if spec.dpace:
-                own_R = slot_weights(piece, log_q_RW, kept_R)
-                slot_R = slot_R * own_R
-                figures.append(own_R)
+                known_R = kept_R * (getattr(piece.teacher, label) >= 0)
+                slot_R = slot_R * _dpace(piece, base(log_q_RW, piece.teacher), known_R, len(steps), spec)
+                figures.append(slot_R)
         return (loss_R * slot_R).sum(), torch.stack(figures).double() @ step_RS.double()
 
     tuned_terms = None if output.tuned is None else partial(_tuned_terms, spec, weights)
@@ -225,6 +218,13 @@ def head_loss(
         tuned=tuned,
         weights=figures[4].sum().float() if spec.divided_later else None,
     )
+
+
+def _dpace(piece: _Piece, ce_R: Tensor, known_R: Tensor, slots: int, spec: LossSpec) -> Tensor:
+    """Return D-PACE's weights of rows by their cross-entropy; 0 where `known_R` is, as no draft gets past a label that it cannot
+    have."""
+    assert piece.block is not None
+    return dpace((-ce_R).exp() * known_R, piece.block, piece.step, piece.blocks, slots, spec) * known_R
 
 
 def _tuned_terms(spec: LossSpec, weights: Tensor | None, piece: _Piece, log_q_RV: Tensor) -> tuple[Tensor, Tensor]:

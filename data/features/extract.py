@@ -14,15 +14,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftsmith.data.batch import CHUNK_BATCHES, Features, Tokenized, plan_chunks, plan_passes
-from draftsmith.data.features.index import INDEX_NAME, StoreSpec, parse_dtype, read_index
+from draftsmith.data.batch import CHUNK_BATCHES, Features, Tokenized, plan_passes
+from draftsmith.data.features.behind import Behind, HostCopies
+from draftsmith.data.features.columns import StoredSamples
+from draftsmith.data.features.index import INDEX_NAME, StoreSpec, is_complete, parse_dtype, read_index
 from draftsmith.data.features.store import (
     FeatureStore,
     check_disk_space,
     estimate_bytes,
     readable_bytes,
 )
-from draftsmith.data.features.writing import SHARD_BYTES, Behind, FeatureWriter, HostCopies, Rows, rows_of
+from draftsmith.data.features.writing import SHARD_BYTES, FeatureWriter, Rows, begin_store, rows_of
+from draftsmith.data.team import Alone, Team
 from draftsmith.errors import UserError
 from draftsmith.progress import Bar, say
 from draftsmith.target.target import Target, TargetHead, describe_context
@@ -54,56 +57,109 @@ def extract(
     batch_tokens: int = BATCH_TOKENS,
     shard_bytes: int = SHARD_BYTES,
     kept: Path | None = None,
+    team: Team | None = None,
 ) -> FeatureStore:
     """Run `target` over `samples` and return the store at `path`; continues where an earlier run stopped.
 
     layer_ids: aux layers to store, a superset of what any head will need. dtype: of the stored states, "auto" takes
     the target's. batch_tokens: tokens of one forward pass, padding included (a longer sample runs alone).
-    The files are the same whether or not the run was interrupted, for the same batch_tokens and machine. kept: an earlier store,
-    taken where sample and target are the same.
+    The files are the same whether or not the run was interrupted, and for any number of processes, for the same batch_tokens and
+    kind of machine. kept: an earlier store, taken where sample and target are the same. team: the processes that share the work; all but
+    rank 0 read the samples from the store, and may leave them out.
     Raises UserError for bad layers, too long samples, too little disk space, or a store made from something else.
     """
-    path, chosen, lengths = Path(path), tuple(layer_ids), [len(sample.ids) for sample in samples]
+    path, team = Path(path), team or Alone()
+    begin = partial(_begin, target, samples, path, tuple(layer_ids), dtype, batch_tokens, shard_bytes)
+    team.tell(begin)
+    writer, told = FeatureWriter(path), 0
+    missing = {number for number in range(len(writer.shards)) if not writer.has(number)}
+    total = sum(writer.samples.lengths)
+    left = sum(writer.samples.lengths[i] for number in missing for i in writer.shards[number])
+    with Bar(total=total, initial=total - left, unit="tok", unit_scale=True, desc="extract") as bar:
+
+        def progress(tokens: int) -> None:
+            nonlocal told
+            made = team.tally("tokens of hidden states", tokens)
+            bar.update(made - told)
+            told = made
+
+        # Two chunks are in memory at most: one that is written, and the passes of the next one.
+        with Behind(CHUNK_BATCHES) as behind:
+            passes = _Passes(target, writer.spec, writer.samples, _Earlier(kept, writer.spec), behind)
+            for number, (chunks, shards) in enumerate(writer.shares):
+                own = [shard for shard in shards if shard in missing]
+                if number % team.size != team.rank or not own:
+                    continue
+                # A chunk that was interrupted is computed again as a whole: the same batches give the same bits.
+                wanted = {i for shard in own for i in writer.shards[shard]}
+                rows: dict[int, Rows] = {}
+                for batch in (batch for chunk in chunks for batch in chunk.batches):
+                    passes.run(batch, rows)
+                    behind.put(partial(progress, sum(len(writer.samples[i].ids) for i in wanted.intersection(batch))))
+                behind.put(partial(_write, writer, rows, own, merge=team.rank == 0))
+        if team.rank == 0:
+
+            def merged() -> bool:
+                progress(0)
+                return writer.merge()
+
+            team.wait(merged)
+            writer.finish()
+    team.wait(lambda: is_complete(path))
+    return FeatureStore(path, fingerprint=target.fingerprint)
+
+
+def _begin(
+    target: Target,
+    samples: Sequence[Tokenized],
+    path: Path,
+    layer_ids: tuple[int, ...],
+    dtype: str,
+    batch_tokens: int,
+    shard_bytes: int,
+) -> None:
+    """Check what is to be extracted, and make the store or get it ready to go on."""
     check_samples(target, samples)
-    if chosen:  # none for heads that read the last hidden state alone
-        target.check_layer_ids(chosen)
+    if layer_ids:  # none for heads that read the last hidden state alone
+        target.check_layer_ids(layer_ids)
     spec = StoreSpec(
         fingerprint=target.fingerprint,
         compute_dtype=target.dtype_name,
-        layer_ids=chosen,
+        layer_ids=layer_ids,
         dtype=target.dtype_name if dtype == "auto" else dtype,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         samples=digest_samples(samples),
         shard_bytes=shard_bytes,
+        batch_tokens=batch_tokens,
         slices=tuple(sorted({sample.slice for sample in samples})),
     )
-    size = estimate_bytes(sum(lengths), spec.hidden_size, len(chosen), spec.dtype)
-    amount = f"{len(samples)} samples, {sum(lengths)} tokens: {readable_bytes(size)}"
-    say(f"Features of {amount} in {path}")
+    tokens = sum(len(sample.ids) for sample in samples)
+    size = estimate_bytes(tokens, spec.hidden_size, len(layer_ids), spec.dtype)
+    say(f"Features of {len(samples)} samples, {tokens} tokens: {readable_bytes(size)} in {path}")
     check_disk_space(path, size - sum(file.stat().st_size for file in path.glob("shard-*.safetensors")))
-    writer = FeatureWriter(path, spec)
-    done = writer.num_samples
-    earlier, copies = _Earlier(kept, spec), HostCopies(target.device)
-    bar = Bar(total=sum(lengths), initial=sum(lengths[:done]), unit="tok", unit_scale=True, desc="extract")
-    # Two chunks are in memory at most: one that is written, and the passes of the next one.
-    with bar, Behind(CHUNK_BATCHES) as behind:
-        for chunk in plan_chunks(lengths, batch_tokens):
-            if chunk.end <= done:
-                continue
-            # A chunk that was interrupted is computed again as a whole: the same batches give the same bits.
-            rows: dict[int, Rows] = {}
-            for batch in chunk.batches:
-                known = {i: rows_of(found, spec) for i in batch if (found := earlier.get(samples[i])) is not None}
-                missing = {i: samples[i] for i in batch if i not in known}
-                behind.put(partial(rows.update, known))
-                if missing:
-                    states = compute_states(target, list(missing.values()), chosen, spec.torch_dtype)
-                    behind.put(partial(_receive, rows, missing, *copies.begin(by_tensor(states, chosen))))
-                behind.put(partial(bar.update, sum(lengths[i] for i in batch if i >= done)))
-            behind.put(partial(_write, writer, samples, rows, range(max(chunk.start, done), chunk.end)))
-        behind.put(writer.finish)
-    return FeatureStore(path, fingerprint=target.fingerprint)
+    begin_store(path, spec, samples)
+
+
+class _Passes:
+    """Forward passes whose states go to the thread `behind` them, as rows of shards."""
+
+    def __init__(
+        self, target: Target, spec: StoreSpec, samples: StoredSamples, earlier: "_Earlier", behind: Behind
+    ) -> None:
+        self._target, self._spec, self._samples, self._earlier, self._behind = target, spec, samples, earlier, behind
+        self._copies = HostCopies(target.device)
+
+    def run(self, batch: Sequence[int], rows: dict[int, Rows]) -> None:
+        """Run one pass, and have the rows of its samples added to `rows`."""
+        spec, samples = self._spec, {i: self._samples[i] for i in batch}
+        known = {i: rows_of(found, spec) for i in batch if (found := self._earlier.get(samples[i])) is not None}
+        missing = {i: sample for i, sample in samples.items() if i not in known}
+        self._behind.put(partial(rows.update, known))
+        if missing:
+            states = compute_states(self._target, list(missing.values()), spec.layer_ids, spec.torch_dtype)
+            copies = self._copies.begin(by_tensor(states, spec.layer_ids))
+            self._behind.put(partial(_receive, rows, missing, *copies))
 
 
 def by_tensor(states: States, layer_ids: Sequence[int]) -> Rows:
@@ -119,13 +175,15 @@ def _receive(rows: dict[int, Rows], samples: dict[int, Tokenized], states: Rows,
     lengths = [len(sample.ids) for sample in samples.values()]
     parts = {name: tensor.split(lengths) for name, tensor in states.items()}
     for at, (number, sample) in enumerate(samples.items()):
-        own = {"ids": sample.ids.int().cpu(), "mask": sample.mask.bool().cpu()}
+        own = {"ids": sample.ids.int(), "mask": sample.mask.bool()}
         rows[number] = own | {name: part[at] for name, part in parts.items()}
 
 
-def _write(writer: FeatureWriter, samples: Sequence[Tokenized], rows: dict[int, Rows], numbers: range) -> None:
-    for number in numbers:
-        writer.add(samples[number].sample_id, samples[number].slice, rows.pop(number))
+def _write(writer: FeatureWriter, rows: dict[int, Rows], shards: Sequence[int], *, merge: bool) -> None:
+    for number in shards:
+        writer.write(number, [rows.pop(i) for i in writer.shards[number]])
+        if merge:
+            writer.merge()
 
 
 class _Earlier:

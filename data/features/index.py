@@ -1,7 +1,7 @@
 """The index of a feature store: the settings of the extraction, and which samples lie in which shard.
 
-`index.json` holds the settings, and is written when the extraction begins and when it ends. In between, every shard adds to three
-files of fixed-width records: its samples' names to `names.bin`, their records to `samples.bin`, and last its own record to
+`index.json` holds the settings, and is written when the extraction begins, after the samples (columns.py), and when it ends. In
+between, every shard adds to two files of fixed-width records: its samples' checksums to `checksums.bin`, and last its own record to
 `shards.bin`. What lies behind the last whole record of a shard was left half-written, and is cut off on resume.
 """
 
@@ -16,19 +16,20 @@ import numpy as np
 import torch
 from xxhash import xxh3_128
 
+from draftsmith.data.batch import Tokenized
+from draftsmith.data.features.columns import AGAIN, SAMPLES, StoredSamples, column, read_columns, write_columns
 from draftsmith.errors import UserError
 from draftsmith.foreign.records import read_dataclass
-from draftsmith.foreign.text import open_file, read_object
+from draftsmith.foreign.text import read_object
 from draftsmith.storage import explain_os_error, flush, write_text
 
-SCHEMA_VERSION = 3
-AGAIN = "restore it, or delete the folder and extract again"
+SCHEMA_VERSION = 4
 INDEX_NAME = "index.json"
-SHARDS, SAMPLES, NAMES = "shards.bin", "samples.bin", "names.bin"
-# samples: in this shard and all before it. names: bytes of their names. bytes: of the shard's file. checksum: the XXH3-128
-# of these three, of its samples' records and of their names.
-SHARD_RECORD = np.dtype([("samples", "<u8"), ("names", "<u8"), ("bytes", "<u8"), ("checksum", "V16")])
-_COUNTS = 24  # the bytes before the checksum
+SHARDS, CHECKSUMS = "shards.bin", "checksums.bin"
+# samples: in this shard and all before it. bytes: of the shard's file. checksum: the XXH3-128 of these two and of its samples'
+# checksums.
+SHARD_RECORD = np.dtype([("samples", "<u8"), ("bytes", "<u8"), ("checksum", "V16")])
+_COUNTS = 16  # the bytes before the checksum
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,8 +38,8 @@ class StoreSpec:
     """The settings in which two extractions must agree to give the same store.
 
     fingerprint and compute_dtype name the target and how it ran; layer_ids, dtype, hidden_size (Ht) and vocab_size (V)
-    the tensors; samples is a digest of the whole sample list in order; shard_bytes decides where shards end;
-    slices names the slices, which records give by number.
+    the tensors; samples is a digest of the whole sample list in order; shard_bytes and batch_tokens (of a pass) decide where
+    shards end; slices names the slices, which records give by number.
     """
 
     fingerprint: str
@@ -49,6 +50,7 @@ class StoreSpec:
     vocab_size: int
     samples: str
     shard_bytes: int
+    batch_tokens: int
     slices: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -64,33 +66,21 @@ class StoreSpec:
 class StoreIndex:
     """The index of a store; complete is False while extraction has not finished.
 
-    shards, samples: arrays of SHARD_RECORD and of `sample_record`; names: the bytes of all samples' names, in one piece.
+    columns: the digest of the samples' records and names. samples: all of them, from the beginning. shards: of those that are
+    there, SHARD_RECORD. checksums: of the samples in them [S, 1+A] V16, of what every head reads, then of each layer in order.
     """
 
     spec: StoreSpec
     complete: bool
+    columns: str
+    samples: StoredSamples
     shards: np.ndarray
-    samples: np.ndarray
-    names: np.ndarray
+    checksums: np.ndarray
 
     @property
     def num_samples(self) -> int:
         """How many samples the complete shards hold."""
-        return len(self.samples)
-
-    def name(self, number: int) -> str:
-        """Return the name of a sample."""
-        start = int(self.samples["name"][number - 1]) if number else 0
-        return self.names[start : self.samples["name"][number]].tobytes().decode(errors="replace")
-
-
-def sample_record(layers: int) -> np.dtype:
-    """Return the record of a sample in a store with so many layers.
-
-    length: its tokens. slice: a number in `StoreSpec.slices`. name: where its name ends in NAMES. checksums: of what every
-    head reads, then of each layer in order.
-    """
-    return np.dtype([("length", "<u4"), ("slice", "<u4"), ("name", "<u8"), ("checksums", "V16", (1 + layers,))])
+        return len(self.checksums)
 
 
 def shard_name(number: int) -> str:
@@ -105,32 +95,36 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def write_index(folder: Path, spec: StoreSpec, index: StoreIndex | None = None) -> None:
-    """Write index.json atomically: of a store that is to be filled, or of the complete `index`."""
-    if index is None:
-        for name in (NAMES, SAMPLES, SHARDS):
-            with explain_os_error(folder / name):
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(b"")
-    counts = (0, 0) if index is None else (len(index.samples), int(index.samples["length"].sum(dtype=np.int64)))
-    head = {"schema_version": SCHEMA_VERSION, "complete": index is not None, **asdict(spec)}
-    head |= {"num_samples": counts[0], "num_tokens": counts[1]}
+def begin_index(folder: Path, spec: StoreSpec, samples: Sequence[Tokenized]) -> None:
+    """Write the index of a store that is to be filled with hidden states of `samples`."""
+    columns = write_columns(folder, samples, spec.slices)
+    for name in (CHECKSUMS, SHARDS):
+        with explain_os_error(folder / name):
+            (folder / name).write_bytes(b"")
+    _write_head(folder, spec, columns, [len(sample.ids) for sample in samples], complete=False)
+
+
+def complete_index(folder: Path, index: StoreIndex) -> None:
+    """Mark a store as complete."""
+    _write_head(folder, index.spec, index.columns, index.samples.lengths, complete=True)
+
+
+def _write_head(folder: Path, spec: StoreSpec, columns: str, lengths: list[int], *, complete: bool) -> None:
+    head = {"schema_version": SCHEMA_VERSION, "complete": complete, **asdict(spec)}
+    head |= {"num_samples": len(lengths), "num_tokens": sum(lengths), "columns": columns}
     lines = [f"  {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in head.items()]
     write_text(folder / INDEX_NAME, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def append_shard(folder: Path, end: np.void | None, size: int, samples: np.ndarray, names: Sequence[str]) -> np.void:
-    """Add a shard of `size` bytes, its samples' records and their names to the index; return its record.
+def append_shard(folder: Path, end: np.void | None, size: int, checksums: bytes, samples: int) -> np.void:
+    """Add a shard of `size` bytes with so many samples to the index; return its record.
 
-    end: the record of the shard before it, None for the first. The records' `name` is filled in.
+    end: the record of the shard before it, None for the first.
     """
-    count, start = (0, 0) if end is None else (int(end["samples"]), int(end["names"]))
-    encoded = [name.encode() for name in names]
-    samples["name"] = start + np.cumsum([len(name) for name in encoded])
     record = np.zeros(1, SHARD_RECORD)
-    record["samples"], record["names"], record["bytes"] = count + len(samples), samples["name"][-1], size
-    record["checksum"] = np.void(_digest(record.tobytes()[:_COUNTS], samples.tobytes(), together := b"".join(encoded)))
-    for name, data in ((NAMES, together), (SAMPLES, samples.tobytes()), (SHARDS, record.tobytes())):
+    record["samples"], record["bytes"] = samples + (0 if end is None else int(end["samples"])), size
+    record["checksum"] = np.void(_digest(record.tobytes()[:_COUNTS], checksums))
+    for name, data in ((CHECKSUMS, checksums), (SHARDS, record.tobytes())):
         with explain_os_error(folder / name):
             with (folder / name).open("ab") as file:
                 file.write(data)
@@ -147,7 +141,7 @@ def _digest(*parts: bytes | memoryview) -> bytes:
 
 def cut_off(folder: Path, index: StoreIndex) -> None:
     """Cut off what a killed extraction left half-written behind the last shard of `index`."""
-    for name, values in ((SHARDS, index.shards), (SAMPLES, index.samples), (NAMES, index.names)):
+    for name, values in ((SHARDS, index.shards), (CHECKSUMS, index.checksums)):
         with explain_os_error(folder / name):
             os.truncate(folder / name, values.nbytes)
 
@@ -165,59 +159,40 @@ def read_index(folder: Path) -> StoreIndex:
             "again with `draftsmith extract` and --redo features."
         )
     spec, content = _parse(value, path)
-    shards, samples = (
-        _column(folder / SHARDS, SHARD_RECORD),
-        _column(folder / SAMPLES, sample_record(len(spec.layer_ids))),
-    )
-    names = _column(folder / NAMES, np.dtype("u1"))
-    ends = (int(shards["samples"][-1]), int(shards["names"][-1])) if len(shards) else (0, 0)
-    whole = ends[0] == content.num_samples and ends == (len(samples), len(names))
-    if ends[0] > len(samples) or ends[1] > len(names) or (content.complete and not whole):
-        raise UserError(f"{path}: the samples in {SHARDS}, {SAMPLES} and {NAMES} do not add up: {AGAIN}.")
-    index = StoreIndex(spec, content.complete, shards, samples[: ends[0]], names[: ends[1]])
+    samples = read_columns(folder, spec.slices, content.columns)
+    shards = column(folder / SHARDS, SHARD_RECORD)
+    width = 1 + len(spec.layer_ids)
+    checksums = column(folder / CHECKSUMS, np.dtype("V16"))
+    checksums = checksums[: len(checksums) // width * width].reshape(-1, width)
+    end = int(shards["samples"][-1]) if len(shards) else 0
+    whole = end == len(checksums) == len(samples)
+    counts = (len(samples), int(samples.records["length"].sum(dtype=np.int64)))
+    wrong = end > min(len(checksums), len(samples)) or (content.complete and not whole)
+    if wrong or counts != (content.num_samples, content.num_tokens):
+        raise UserError(f"{path}: the samples in {SHARDS}, {CHECKSUMS} and {SAMPLES} do not add up: {AGAIN}.")
+    index = StoreIndex(spec, content.complete, content.columns, samples, shards, checksums[:end])
     _check_records(folder, index)
     return index
 
 
-def _column(path: Path, record: np.dtype) -> np.ndarray:
-    """Return the whole records of a file, mapped into memory."""
-    with open_file(path, AGAIN) as file:
-        count = os.fstat(file.fileno()).st_size // record.itemsize
-        return np.memmap(file, record, "r", shape=(count,)).view(np.ndarray) if count else np.empty(0, record)
-
-
-def _in_order(index: StoreIndex) -> bool:
-    """Whether offsets grow and no sample is empty, of another slice, or beside its shard: a checksum can be computed by anybody."""
-    shards, samples = index.shards, index.samples
-    if not len(shards) or not len(samples):
-        return not len(shards) and not len(samples)
-    ends = shards["samples"].astype(np.float64)  # in which differences may be negative
-    names = samples["name"].astype(np.float64)
-    return bool(
-        ends[0] > 0
-        and (np.diff(ends) > 0).all()
-        and (np.diff(names) >= 0).all()
-        and (samples["length"] > 0).all()
-        and (samples["slice"] < len(index.spec.slices)).all()
-        and (samples["name"][shards["samples"].astype(np.int64) - 1] == shards["names"]).all()
-    )
+def is_complete(folder: Path) -> bool:
+    """Whether a store that is there is complete, without reading all of its index."""
+    return bool(read_object(folder / INDEX_NAME, AGAIN).get("complete"))
 
 
 def _check_records(folder: Path, index: StoreIndex) -> None:
     """Raise UserError where records are not those that were written, or a shard's file has another size."""
-    shards, samples, names = (part.view("u1").data for part in (index.shards, index.samples, index.names))
-    start = name = 0
+    shards, checksums = (part.view("u1").reshape(-1).data for part in (index.shards, index.checksums))
+    width, start = index.checksums.itemsize * index.checksums.shape[1], 0
     # As bytes and lists, since there may be many shards.
-    columns = (index.shards[key].tolist() for key in ("samples", "names", "bytes"))
-    good = _in_order(index)
-    for number, (count, to, size) in enumerate(zip(*columns, strict=True)):
-        end, at = count * index.samples.itemsize, number * SHARD_RECORD.itemsize
-        found = _digest(shards[at : at + _COUNTS], samples[start:end], names[name:to])
-        if not good or found != shards[at + _COUNTS : at + SHARD_RECORD.itemsize]:
-            raise UserError(
-                f"{folder / SAMPLES} is corrupt (its checksum differs from {SHARDS}, or {INDEX_NAME} was changed): {AGAIN}."
-            )
-        start, name = end, to
+    columns = (index.shards[key].tolist() for key in ("samples", "bytes"))
+    for number, (count, size) in enumerate(zip(*columns, strict=True)):
+        at = number * SHARD_RECORD.itemsize
+        found = _digest(shards[at : at + _COUNTS], checksums[start * width : count * width])
+        # That shards grow is asked beside the checksum, which can be computed by anybody.
+        if count <= start or found != shards[at + _COUNTS : at + SHARD_RECORD.itemsize]:
+            raise UserError(f"{folder / CHECKSUMS} is corrupt (its checksum differs from {SHARDS}): {AGAIN}.")
+        start = count
         file = f"{folder}/{shard_name(number)}"
         try:
             there = os.stat(file).st_size
@@ -236,6 +211,7 @@ class _Content:
     complete: bool
     num_samples: int
     num_tokens: int
+    columns: str
 
 
 def _parse(value: dict[str, Any], path: Path) -> tuple[StoreSpec, _Content]:
@@ -246,6 +222,6 @@ def _parse(value: dict[str, Any], path: Path) -> tuple[StoreSpec, _Content]:
     spec = read_dataclass(StoreSpec, {name: value[name] for name in names if name in value}, str(path))
     names = [item.name for item in fields(_Content)]
     content = read_dataclass(_Content, {name: value[name] for name in names if name in value}, str(path))
-    if min(spec.hidden_size, spec.vocab_size, spec.shard_bytes) < 1:
+    if min(spec.hidden_size, spec.vocab_size, spec.shard_bytes, spec.batch_tokens) < 1:
         raise UserError(f"{path} names sizes that no store has: {AGAIN}.")
     return spec, content

@@ -110,11 +110,12 @@ class FeatureStore:
                 f"{fingerprint}): extract again into another folder, or use the target it was made with."
             )
         self.layer_ids = self.spec.layer_ids
-        self.slices = [self.spec.slices[number] for number in index.samples["slice"].tolist()]
-        self.lengths: list[int] = index.samples["length"].tolist()
+        self.samples = index.samples
+        self.slices = [self.spec.slices[number] for number in index.samples.records["slice"].tolist()]
+        self.lengths = index.samples.lengths
         self._index = index
         self._ends = np.concatenate(([0], index.shards["samples"].astype(np.int64)))
-        self._tokens = np.concatenate(([0], np.cumsum(index.samples["length"], dtype=np.int64)))
+        self._tokens = np.concatenate(([0], np.cumsum(index.samples.records["length"], dtype=np.int64)))
         # Of each sample: the common tensors, then the layers. Shared with the workers of a DataLoader, which are started
         # anew in every epoch.
         self._verified = torch.full((len(self), 1 + len(self.layer_ids)), not verify).share_memory_()
@@ -126,7 +127,7 @@ class FeatureStore:
     @property
     def ids(self) -> list[str]:
         """The name of every sample, read anew."""
-        return [self._index.name(number) for number in range(len(self))]
+        return [self.samples.name(number) for number in range(len(self))]
 
     @property
     def shards(self) -> Tensor:
@@ -152,7 +153,7 @@ class FeatureStore:
         return Features(
             **{**part, "ids": part["ids"].long()},
             aux=torch.cat([streams[k] for k in chosen], dim=-1) if streams else part["last"][:, :0],
-            sample_id=self._index.name(index),
+            sample_id=self.samples.name(index),
             slice=self.slices[index],
         )
 
@@ -164,7 +165,7 @@ class FeatureStore:
         """Raise UserError where what was read of a sample is not what was written."""
         if self._verified[index, column]:
             return
-        if checksum(parts) != self._index.samples["checksums"][index, column].tobytes():
+        if checksum(parts) != self._index.checksums[index, column].tobytes():
             file = self.path / shard_name(shard)
             raise UserError(f"The feature shard {file} is corrupt (its checksum differs from {INDEX_NAME}): {AGAIN}.")
         self._verified[index, column] = True

@@ -1,32 +1,31 @@
-"""Writing a feature store: shards that appear whole or not at all, by a thread behind the pass that computes the next ones.
+"""Writing a feature store: shards that appear whole or not at all, by several processes at once.
 
 Shapes: L tokens of a sample, A aux layers, Ht target hidden size.
 """
 
 import json
+import math
+import os
 import re
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.data.batch import Features
+from draftsmith.data.batch import Chunk, Features, Tokenized, plan_chunks
 from draftsmith.data.features.index import (
     INDEX_NAME,
     StoreSpec,
     append_shard,
+    begin_index,
+    complete_index,
     cut_off,
     read_index,
-    sample_record,
     shard_name,
-    write_index,
 )
 from draftsmith.data.features.store import COMMON, checksum, estimate_bytes, shard_layout
 from draftsmith.errors import UserError
@@ -34,8 +33,7 @@ from draftsmith.storage import atomic_path, explain_os_error, sweep
 
 SHARD_BYTES = 512 * 2**20
 SHARD_PATTERN = re.compile(r"shard-\d{5,}\.safetensors")
-_ORDER = ("F32", "I32", "BF16", "F16", "BOOL")
-"""The dtypes in the order in which safetensors itself writes tensors, which keeps every one of them aligned."""
+_SIZES = {"F32": 4, "I32": 4, "BF16": 2, "F16": 2, "BOOL": 1}
 
 Rows = dict[str, Tensor]
 """The rows of a sample, or of several, in each tensor of a shard, by its name."""
@@ -51,101 +49,173 @@ def rows_of(features: Features, spec: StoreSpec) -> Rows:
     return rows | {f"aux.{k}": stream.to(spec.torch_dtype) for k, stream in zip(spec.layer_ids, streams, strict=False)}
 
 
-class FeatureWriter:
-    """Writes a store sample by sample and continues an unfinished one after its last complete shard.
+def plan_shards(lengths: Sequence[int], ends: Sequence[int], spec: StoreSpec) -> list[range]:
+    """Return the samples of every shard. ends: where chunks end, each of which is computed as a whole.
 
-    A shard ends before the sample that would make it larger than spec.shard_bytes, so the files depend only on the
-    samples and their order: a run that was killed and resumed leaves the same bytes. Opening an unfinished store
-    removes temporary and unlisted files; `num_samples` samples are already in it and must not be added again.
+    A shard ends with a chunk, before the one that would make it larger than spec.shard_bytes; a chunk that is larger itself fills
+    shards of its own. So any process computes whole shards, and the files depend only on the samples and their order.
+    """
+    token = estimate_bytes(1, spec.hidden_size, len(spec.layer_ids), spec.dtype)
+    before = [0, *accumulate(lengths)]
+    shards: list[range] = []
+    start = last = 0
+
+    def close(end: int) -> None:
+        nonlocal start
+        if end > start:
+            shards.append(range(start, end))
+        start = end
+
+    for end in ends:
+        if (before[end] - before[start]) * token > spec.shard_bytes:
+            close(last)
+        if (before[end] - before[start]) * token > spec.shard_bytes:
+            for sample in range(start + 1, end):
+                if (before[sample + 1] - before[start]) * token > spec.shard_bytes:
+                    close(sample)
+            close(end)
+        last = end
+    close(last)
+    return shards
+
+
+def _share_out(chunks: Sequence[Chunk], shards: Sequence[range]) -> list[tuple[list[Chunk], list[int]]]:
+    """Group chunks and the numbers of shards wherever both end with the same sample."""
+    shares: list[tuple[list[Chunk], list[int]]] = []
+    number = 0
+    own: list[Chunk] = []
+    for chunk in chunks:
+        own.append(chunk)
+        filled = []
+        while number < len(shards) and shards[number].stop <= chunk.end:
+            filled.append(number)
+            number += 1
+        if filled:
+            shares.append((own, filled))
+            own = []
+    return shares
+
+
+def begin_store(path: Path, spec: StoreSpec, samples: Sequence[Tokenized]) -> None:
+    """Make a store that is to be filled, or get an unfinished one ready to go on, which removes what is half-written there.
+
     Raises UserError where the folder holds a store with another spec, or files that are no store.
     """
+    if (path / INDEX_NAME).exists():
+        index = read_index(path)
+        _check_same(path, index.spec, spec)
+        if not index.complete:
+            cut_off(path, index)
+    else:
+        if path.is_dir() and any(SHARD_PATTERN.fullmatch(file.name) for file in path.iterdir()):
+            raise UserError(f"{path} holds feature shards but no {INDEX_NAME}: choose another folder.")
+        begin_index(path, spec, samples)
+    with explain_os_error(path):
+        sweep(path, levels=0)
 
-    def __init__(self, path: Path | str, spec: StoreSpec) -> None:
-        self.path, self.spec = Path(path), spec
-        self._pending: list[tuple[str, str, Rows]] = []
-        self._pending_bytes = 0
-        self._shards, self.complete = 0, False
-        self._end: np.void | None = None
-        if (self.path / INDEX_NAME).exists():
-            index = read_index(self.path)
-            _check_same(self.path, index.spec, spec)
-            self._shards, self.complete = len(index.shards), index.complete
-            self._end = index.shards[-1] if self._shards else None
-            if not self.complete:
-                cut_off(self.path, index)
-        else:
-            if self.path.is_dir() and any(SHARD_PATTERN.fullmatch(file.name) for file in self.path.iterdir()):
-                raise UserError(f"{self.path} holds feature shards but no {INDEX_NAME}: choose another folder.")
-            write_index(self.path, spec)
-        self._remove_strays()
 
-    @property
-    def num_samples(self) -> int:
-        """How many samples lie in shards."""
-        return 0 if self._end is None else int(self._end["samples"])
+class FeatureWriter:
+    """Writes the shards of a store that `begin_store` has made, in any order and by several processes at once.
 
-    def add(self, name: str, slice_: str, rows: Rows) -> None:
-        """Append one sample, of tensors on the CPU in the dtypes of the store."""
-        assert not self.complete, "the store is finished"
-        size = estimate_bytes(len(rows["ids"]), self.spec.hidden_size, len(self.spec.layer_ids), self.spec.dtype)
-        if self._pending and self._pending_bytes + size > self.spec.shard_bytes:
-            self._write_shard()
-        self._pending.append((name, slice_, rows))
-        self._pending_bytes += size
+    A run that was killed and resumed leaves the same bytes, whatever processes it had: `has` tells which shards are there. One
+    process, and no other, puts them into the index.
+    shares: chunks that are computed together, with the numbers of the shards that their samples fill.
+    """
+
+    def __init__(self, path: Path) -> None:
+        index = read_index(path)
+        self.path, self.spec, self.samples = path, index.spec, index.samples
+        chunks = plan_chunks(self.samples.lengths, self.spec.batch_tokens)
+        self.shards = plan_shards(self.samples.lengths, [chunk.end for chunk in chunks], self.spec)
+        self.shares = _share_out(chunks, self.shards)
+        self.complete, self._merged = index.complete, len(index.shards)
+        self._end = index.shards[-1] if len(index.shards) else None
+
+    def has(self, number: int) -> bool:
+        """Whether a shard is there."""
+        return number < self._merged or self._checksums_in(number) is not None
+
+    def write(self, number: int, samples: Sequence[Rows]) -> None:
+        """Write a shard of samples whose tensors are on the CPU, in the dtypes of the store."""
+        assert len(samples) == len(self.shards[number]), number
+        with atomic_path(self.path / shard_name(number)) as temporary:
+            write_shard(temporary, self.spec, samples)
+
+    def merge(self) -> bool:
+        """Put the shards that are next into the index, as far as they are there; return whether all are in it."""
+        while self._merged < len(self.shards) and (found := self._checksums_in(self._merged)) is not None:
+            size, checksums = found
+            self._end = append_shard(self.path, self._end, size, checksums, len(self.shards[self._merged]))
+            self._merged += 1
+        return self._merged == len(self.shards)
 
     def finish(self) -> None:
-        """Write what is left and mark the store complete."""
-        if self.complete:
-            return
-        if self._pending:
-            self._write_shard()
-        write_index(self.path, self.spec, read_index(self.path))
+        """Mark the store complete, of which all shards are in the index."""
+        if not self.complete:
+            self._remove_strays()
+            complete_index(self.path, read_index(self.path))
         self.complete = True
 
-    def _write_shard(self) -> None:
-        pending, self._pending, self._pending_bytes = self._pending, [], 0
-        names, slices, samples = zip(*pending, strict=True)
-        file = self.path / shard_name(self._shards)
-        with atomic_path(file) as temporary:
-            write_shard(temporary, self.spec, samples)
-        records = np.zeros(len(samples), sample_record(len(self.spec.layer_ids)))
-        records["length"] = [len(rows["ids"]) for rows in samples]
-        records["slice"] = [self.spec.slices.index(name) for name in slices]
-        records["checksums"] = [_checksums(rows, self.spec) for rows in samples]
-        self._end = append_shard(self.path, self._end, file.stat().st_size, records, names)
-        self._shards += 1
+    def _checksums_in(self, number: int) -> tuple[int, bytes] | None:
+        """Return the size and the checksums of a whole shard; None where there is none, or another one."""
+        path = self.path / shard_name(number)
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                text = file.read(int.from_bytes(file.read(8), "little") if size > 8 else 0)
+            checksums = bytes.fromhex(json.loads(text)["__metadata__"]["checksums"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
+            return None
+        lengths = self.samples.records["length"][self.shards[number].start : self.shards[number].stop]
+        header, body = shard_header(self.spec, int(lengths.sum(dtype=np.int64)), checksums)
+        width = 16 * (1 + len(self.spec.layer_ids))
+        same = text == header and size == 8 + len(header) + body and len(checksums) == width * len(lengths)
+        return (size, checksums) if same else None
 
     def _remove_strays(self) -> None:
-        listed = {shard_name(number) for number in range(self._shards)}
+        listed = {shard_name(number) for number in range(len(self.shards))}
         with explain_os_error(self.path):
-            sweep(self.path, levels=0)
             for file in self.path.iterdir():
                 if SHARD_PATTERN.fullmatch(file.name) and file.name not in listed:
                     file.unlink()
 
 
-def write_shard(path: Path, spec: StoreSpec, samples: Sequence[Rows]) -> None:
-    """Write samples one after the other as a safetensors file, from where they lie in memory: nothing is put together before."""
-    layout = shard_layout(spec, sum(len(rows["ids"]) for rows in samples))
-    order = sorted(layout, key=lambda name: (_ORDER.index(layout[name][0]), name))
-    header, at = {}, 0
-    for name in order:
-        end = at + sum(rows[name].nbytes for rows in samples)
-        header[name] = {"dtype": layout[name][0], "shape": list(layout[name][1]), "data_offsets": [at, end]}
+def shard_header(spec: StoreSpec, tokens: int, checksums: bytes) -> tuple[bytes, int]:
+    """Return the header of a shard's safetensors file with the checksums of its samples, and the bytes of its tensors."""
+    layout = shard_layout(spec, tokens)
+    header: dict[str, Any] = {"__metadata__": {"checksums": checksums.hex()}}
+    at = 0
+    for name in _in_file(layout):
+        dtype, shape = layout[name]
+        end = at + math.prod(shape) * _SIZES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    return text + b" " * (-len(text) % 8), at
+
+
+def _in_file(layout: dict[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+    """Return the names of tensors in the order in which safetensors itself writes them, which keeps every one of them aligned."""
+    return sorted(layout, key=lambda name: (list(_SIZES).index(layout[name][0]), name))
+
+
+def write_shard(path: Path, spec: StoreSpec, samples: Sequence[Rows]) -> None:
+    """Write samples one after the other as a safetensors file, from where they lie in memory: nothing is put together before."""
+    tokens = sum(len(rows["ids"]) for rows in samples)
+    text, _ = shard_header(spec, tokens, b"".join(_checksums(rows, spec) for rows in samples))
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
+        for name in _in_file(shard_layout(spec, tokens)):
             for rows in samples:
                 file.write(rows[name].contiguous().view(torch.uint8).numpy().data)
 
 
-def _checksums(rows: Rows, spec: StoreSpec) -> list[np.void]:
+def _checksums(rows: Rows, spec: StoreSpec) -> bytes:
     """Return the checksum of what every head reads of a sample, then that of each layer in order."""
     groups = [[rows[name] for name in COMMON], *([rows[f"aux.{k}"]] for k in spec.layer_ids)]
-    return [np.void(checksum(group)) for group in groups]
+    return b"".join(checksum(group) for group in groups)
 
 
 def _check_same(path: Path, stored: StoreSpec, wanted: StoreSpec) -> None:
@@ -157,63 +227,3 @@ def _check_same(path: Path, stored: StoreSpec, wanted: StoreSpec) -> None:
                 f"The feature store {path} was made with another {what.get(name, name)} ({old}, now {value}): "
                 "choose another folder, or delete that one to extract again."
             )
-
-
-class Behind:
-    """One thread that does pieces of work in order behind its caller, who waits as soon as `most` of them are left to do.
-
-    An error of the thread ends its work; it is raised by the next `put`, or at the end of the context.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most, self._stopped = most, False
-        self._left: deque[Future[None]] = deque()
-        self._thread = ThreadPoolExecutor(1)
-
-    def __enter__(self) -> "Behind":
-        return self
-
-    def put(self, work: Callable[[], Any]) -> None:
-        """Have `work` done after all that was put before."""
-        while self._left and (len(self._left) >= self._most or self._left[0].done()):
-            self._left.popleft().result()
-        self._left.append(self._thread.submit(self._do, work))
-
-    def _do(self, work: Callable[[], Any]) -> None:
-        if not self._stopped:  # else what came before is missing
-            try:
-                work()
-            except BaseException:
-                self._stopped = True
-                raise
-
-    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        self._stopped = self._stopped or kind is not None
-        try:
-            while self._left and kind is None:
-                self._left.popleft().result()
-        finally:
-            self._stopped = True  # also where the wait was interrupted
-            self._thread.shutdown()
-
-
-class HostCopies:
-    """Copies from a device behind the passes that it computes next; on the CPU there is nothing to copy."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    @cached_property
-    def _stream(self) -> Any:
-        return torch.cuda.Stream(self._device)
-
-    def begin(self, tensors: Rows) -> tuple[Rows, Callable[[], None]]:
-        """Return the tensors in pinned memory, and what waits until they are there."""
-        if self._device.type != "cuda":
-            return {name: tensor.cpu() for name, tensor in tensors.items()}, lambda: None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            copies = {name: tensor.to("cpu", non_blocking=True) for name, tensor in tensors.items()}
-        for tensor in tensors.values():
-            tensor.record_stream(self._stream)
-        return copies, self._stream.record_event().synchronize

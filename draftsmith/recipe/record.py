@@ -45,7 +45,7 @@ MORE = "answers.jsonl.more"
 
 KNOWN = {
     "answers": r"answers\.jsonl(\.partial|\.more)?",
-    "features": r"features/(index\.json|target\.safetensors|(shards|samples|names)\.bin|shard-\d{5,}\.safetensors)",
+    "features": r"features/(index\.json|target\.safetensors|(shards|samples|names|ids|masks|checksums)\.bin|shard-\d{5,}\.safetensors)",
     "train": r"train/(best|step_\d+(\.tmp)?|summary\.json|(metrics|dashboards)\.jsonl|(wandb|trackio|mlflow)(_id)?|tensorboard)",
     "evaluate": r"evaluation/(t[\d.]+|report\.html|report\.md|costs\.json|plan\.json|routing\.json|settings)",
     "simulate": r"simulation/(t[\d.]+|report\.html|report\.md)",

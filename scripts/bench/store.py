@@ -1,6 +1,6 @@
 """Write a feature store of a million tiny samples and open it: python -m scripts.bench.store --output docs/results/store.json
 
-Says how many bytes of index were written against its final size, and what opening takes in time and memory in a fresh process.
+Says how many bytes of index and token ids were written against their final size, and what opening takes in time and memory in a fresh process.
 """
 
 import argparse
@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,37 +19,46 @@ import psutil
 import torch
 from tqdm import tqdm
 
+from draftsmith.data.batch import Tokenized
 from draftsmith.data.features import store, writing
-from draftsmith.data.features.index import NAMES, SAMPLES, SHARDS, StoreSpec
+from draftsmith.data.features.columns import IDS, MASKS, NAMES, SAMPLES
+from draftsmith.data.features.index import CHECKSUMS, SHARDS, StoreSpec
 from draftsmith.machine import environment_json
 from draftsmith.storage import write_json
 
 LAYERS = (2, 16, 29)
+COLUMNS = (NAMES, SAMPLES, IDS, MASKS, CHECKSUMS, SHARDS)
 
 
 def write(folder: Path, samples: int, per_shard: int) -> int:
-    """Write a store of samples of one token, `per_shard` of them in a shard; return the bytes written to its index."""
+    """Write a store of samples of one token, `per_shard` of them in a shard; return the bytes written to its index and columns."""
     size = store.estimate_bytes(1, 1, len(LAYERS), "bfloat16")
-    spec = StoreSpec("f" * 16, "bfloat16", LAYERS, "bfloat16", 1, 50, "s" * 16, per_shard * size, ("chat", "code"))
-    writer, word, written = writing.FeatureWriter(folder, spec), torch.zeros(1, dtype=torch.int32), 0
-    append, process, begun = writing.append_shard, psutil.Process(), (folder / "index.json").stat().st_size
+    spec = StoreSpec("f" * 16, "bfloat16", LAYERS, "bfloat16", 1, 50, "s" * 16, per_shard * size, 1, ("chat", "code"))
+    process, written = psutil.Process(), 0
+    word, state = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.bfloat16)
+    rows = {"ids": word.int(), "mask": word.bool(), "last": state, "top1": word.int(), "logsumexp": word.float()}
+    rows |= {f"aux.{k}": state for k in LAYERS}
+    texts = [
+        Tokenized(word, word.bool(), f"conversation-{number:08d}", spec.slices[number % 2], f"talk-{number // 2:08d}")
+        for number in range(samples)
+    ]
 
-    def counting(*arguments: Any) -> Any:
+    def counting(function: Callable[..., Any], *arguments: Any) -> Any:
         nonlocal written
         before = process.io_counters().write_chars  # what the system was given to write
-        record = append(*arguments)
+        result = function(*arguments)
         written += process.io_counters().write_chars - before
-        return record
+        return result
 
-    state = torch.zeros(1, 1, dtype=torch.bfloat16)
-    rows = {"ids": word, "mask": word.bool(), "last": state, "top1": word, "logsumexp": word.float()}
-    rows |= {f"aux.{k}": state for k in LAYERS}
-    with mock.patch.object(writing, "append_shard", counting), mock.patch("os.fsync"):
-        for number in tqdm(range(samples), unit="sample"):
-            name, part = f"conversation-{number:08d}", ("chat", "code")[number % 2]
-            writer.add(name, part, rows)
-        writer.finish()
-    return written + begun + (folder / "index.json").stat().st_size
+    append = partial(counting, writing.append_shard)
+    with mock.patch.object(writing, "append_shard", append), mock.patch("os.fsync"):
+        counting(writing.begin_store, folder, spec, texts)
+        writer = writing.FeatureWriter(folder)
+        for number, numbers in enumerate(tqdm(writer.shards, unit="shard")):
+            writer.write(number, [rows] * len(numbers))
+            writer.merge()
+        counting(writer.finish)
+    return written
 
 
 def open_store(folder: Path) -> dict[str, float]:
@@ -55,6 +66,7 @@ def open_store(folder: Path) -> dict[str, float]:
     process = psutil.Process()
     before, started = process.memory_info().rss, time.perf_counter()
     opened = store.FeatureStore(folder)
+    assert opened.samples[len(opened) - 1].conversation is not None  # token ids are there without a tokenizer
     seconds = time.perf_counter() - started
     return {"seconds": seconds, "megabytes": (process.memory_info().rss - before) / 1e6, "samples": len(opened)}
 
@@ -79,7 +91,7 @@ def main(argv: list[str]) -> int:
         started = time.perf_counter()
         written = write(Path(folder), own.samples, own.per_shard)
         seconds = time.perf_counter() - started
-        final = sum((Path(folder) / name).stat().st_size for name in ("index.json", NAMES, SAMPLES, SHARDS))
+        final = sum((Path(folder) / name).stat().st_size for name in ("index.json", *COLUMNS))
         command = [sys.executable, "-m", "scripts.bench.store", "--open", folder]
         opened = [
             json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from draftsmith.data.batch import Features
+from draftsmith.data.batch import Features, Tokenized
 from draftsmith.data.features.index import StoreSpec
 from draftsmith.data.features.store import FeatureStore
-from draftsmith.data.features.writing import FeatureWriter, rows_of
+from draftsmith.data.features.writing import FeatureWriter, begin_store, rows_of
 from tests.bad_inputs.cases import Case, Table, copied, cut, damaged, edit_json, remove
 
 INDEX, SHARD = "index.json", "shard-00000.safetensors"
@@ -17,12 +17,16 @@ INDEX, SHARD = "index.json", "shard-00000.safetensors"
 
 def _build(folder: Path) -> None:
     """Write a complete store of one shard with three samples."""
-    writer = FeatureWriter(folder, StoreSpec("f" * 16, "float32", (0, 2), "float32", 4, 50, "s" * 16, 10**6, ("chat",)))
+    spec = StoreSpec("f" * 16, "float32", (0, 2), "float32", 4, 50, "s" * 16, 10**6, 100, ("chat",))
+    features = []
     for length in (3, 4, 5):
         states, ids = torch.randn(length, 12), torch.arange(length)
         lengths = torch.zeros(length)
-        one = Features(ids, ids > 1, states[:, :8], states[:, 8:], ids.int(), lengths, f"a-{length}", "chat")
-        writer.add(one.sample_id, one.slice, rows_of(one, writer.spec))
+        features.append(Features(ids, ids > 1, states[:, :8], states[:, 8:], ids.int(), lengths, f"a-{length}", "chat"))
+    begin_store(folder, spec, [Tokenized(one.ids, one.mask, one.sample_id, one.slice) for one in features])
+    writer = FeatureWriter(folder)
+    writer.write(0, [rows_of(one, spec) for one in features])
+    writer.merge()
     writer.finish()
 
 
@@ -30,6 +34,7 @@ def read(folder: Path) -> None:
     """Open the store and read every sample."""
     store = FeatureStore(folder)
     store.get_many(range(len(store)))
+    list(store.samples)
 
 
 def index(name: str, *words: str, **changes: Any) -> Case:
@@ -72,13 +77,18 @@ _INDEX = (
 )
 _RECORDS = tuple(
     case
-    for file in ("shards.bin", "samples.bin", "names.bin")
+    for file, named, longer in (
+        ("shards.bin", "checksums.bin", "add up"),
+        ("checksums.bin", "checksums.bin", "add up"),
+        ("samples.bin", "samples.bin", "corrupt"),
+        ("names.bin", "samples.bin", "corrupt"),
+        ("ids.bin", "ids.bin", "another size"),
+        ("masks.bin", "ids.bin", "another size"),
+    )
     for case in (
         *damaged(file, "bin", "delete the folder", name=file, without="long-integer deep"),
-        Case(f"{file}-flipped", flip(file), ("samples.bin", "corrupt")),
-        Case(
-            f"{file}-longer", lambda folder, file=file: (folder / file).open("ab").write(b"x" * 99), (INDEX, "add up")
-        ),
+        Case(f"{file}-flipped", flip(file), (named, "corrupt")),
+        Case(f"{file}-longer", lambda folder, file=file: (folder / file).open("ab").write(b"x" * 99), (longer,)),
     )
 )
 _SHARDS = (

@@ -97,7 +97,7 @@ def test_an_epoch_opens_every_shard_in_one_stretch(tmp_path: Path, monkeypatch: 
     """More shards than stay open, read by 1, 2 and 3 processes, which share out the same micro-batches."""
     samples = [Source.sample(i) for i in range(300)]
     size = estimate_bytes(3, 2, 1, "float32")
-    spec = StoreSpec("f" * 16, "float32", (2,), "float32", 2, 50, "s" * 16, 2 * size, ("s",))
+    spec = StoreSpec("f" * 16, "float32", (2,), "float32", 2, 50, "s" * 16, 3 * size, 1, ("s",))
     source = write_store(tmp_path, samples, spec)
     opened, real = [], store.safe_open
     monkeypatch.setattr(store, "safe_open", lambda file, **options: opened.append(file) or real(file, **options))
@@ -116,7 +116,7 @@ def test_an_epoch_opens_every_shard_in_one_stretch(tmp_path: Path, monkeypatch: 
             batches = MicroBatches(reader, index, micros, (2,), 12, seed=0)
             read = [batches[place] for place in range(len(batches))]
             assert len(read) == len(micros)
-            assert len(opened) <= 2 * 150
+            assert len(opened) <= 2 * 100
             assert len(set(opened)) > store.OPEN_SHARDS
     assert Schedule([3] * len(index), rows, 5, 1, source.shards[index] // 2).order not in ("", order)
 

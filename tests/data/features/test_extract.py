@@ -14,6 +14,7 @@ import torch
 from draftsmith.data.batch import Features, Tokenized, plan_chunks
 from draftsmith.data.features import extract as extract_module
 from draftsmith.data.features import writing
+from draftsmith.data.features.behind import Behind
 from draftsmith.data.features.extract import (
     OnlineSource,
     States,
@@ -213,7 +214,7 @@ def test_kill_9_at_any_operation_and_going_on_gives_the_same_bytes(tmp_path: Pat
 def test_passes_wait_for_the_writer_and_not_one_by_one() -> None:
     """At most so many pieces of work are left to do, and they are done in their order."""
     gate, done = threading.Event(), []
-    with writing.Behind(2) as behind:
+    with Behind(2) as behind:
         behind.put(gate.wait)
         behind.put(partial(done.append, 1))
         third = threading.Thread(target=behind.put, args=(partial(done.append, 2),))
@@ -290,7 +291,7 @@ def test_a_longer_list_of_samples_adds_to_the_store(tmp_path: Path, monkeypatch:
     other = Target(tiny_model("llama", seed=1), path="memory", fingerprint="other")
     extract(other, samples[5:7], tmp_path / "other", **settings)
     older = shutil.copytree(tmp_path / "fewer", tmp_path / "older") / "index.json"
-    older.write_text(older.read_text().replace('"schema_version": 3', '"schema_version": 1'))
+    older.write_text(older.read_text().replace('"schema_version": 4', '"schema_version": 1'))
     every = set(range(12))
     for name, expected in (("fewer", {*range(5), 10, 11}), ("other", every), ("older", every), ("none", every)):
         computed.clear()

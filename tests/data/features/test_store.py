@@ -9,19 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
-from draftsmith.data.batch import Features
+from draftsmith.data.batch import Features, Tokenized
+from draftsmith.data.features import columns, writing
 from draftsmith.data.features import index as store_index
 from draftsmith.data.features import store as features
-from draftsmith.data.features import writing
-from draftsmith.data.features.index import StoreSpec, read_index
+from draftsmith.data.features.index import StoreSpec, read_index, shard_name
 from draftsmith.data.features.store import FeatureStore, check_disk_space, estimate_bytes
-from draftsmith.data.features.writing import FeatureWriter, rows_of
+from draftsmith.data.features.writing import FeatureWriter, begin_store, plan_shards, rows_of
 from draftsmith.errors import UserError
 
 WIDTH, LAYERS = 6, (0, 2, 5)
+LATE = ("not in the index", "before the last index")
 SPEC = StoreSpec(
     fingerprint="f" * 16,
     compute_dtype="float32",
@@ -31,6 +33,7 @@ SPEC = StoreSpec(
     vocab_size=50,
     samples="s" * 16,
     shard_bytes=2000,
+    batch_tokens=1,
     slices=("chat", "math"),
 )
 
@@ -55,14 +58,18 @@ def make_features(count: int = 9) -> list[Features]:
     return samples
 
 
-def add(writer: FeatureWriter, sample: Features) -> None:
-    writer.add(sample.sample_id, sample.slice, rows_of(sample, writer.spec))
+def samples_of(features: list[Features]) -> list[Tokenized]:
+    return [Tokenized(one.ids, one.mask, one.sample_id, one.slice) for one in features]
 
 
 def write_store(path: Path, samples: list[Features], spec: StoreSpec = SPEC) -> FeatureStore:
-    writer = FeatureWriter(path, spec)
-    for sample in samples[writer.num_samples :]:
-        add(writer, sample)
+    begin_store(path, spec, samples_of(samples))
+    writer = FeatureWriter(path)
+    for number, numbers in enumerate(writer.shards):
+        if not writer.has(number):
+            writer.write(number, [rows_of(samples[i], spec) for i in numbers])
+            writer.merge()
+    assert writer.merge()
     writer.finish()
     return FeatureStore(path)
 
@@ -105,7 +112,8 @@ def test_a_shard_is_what_safetensors_writes(dtype: str, tmp_path: Path) -> None:
     spec = replace(SPEC, dtype=dtype, shard_bytes=10**6)
     write_store(tmp_path, make_features(), spec)
     shard = tmp_path / "shard-00000.safetensors"
-    save_file(load_file(shard), tmp_path / "theirs")
+    with safe_open(shard, "pt") as opened:
+        save_file(load_file(shard), tmp_path / "theirs", opened.metadata())
     assert shard.read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
@@ -137,7 +145,7 @@ def test_the_estimate_is_what_the_tensors_take(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "moment",
-    ["between samples", "inside a shard", "before the index", "names only", "half a record", "before the last index"],
+    ["inside a shard", "before the index", "checksums only", "half a record", *LATE],
 )
 def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = make_features()
@@ -164,27 +172,25 @@ def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, m
         monkeypatch.setattr(writing, function, wrapper)
 
     broken = tmp_path / "broken"
-    if moment == "between samples":
-        writer = FeatureWriter(broken, SPEC)
-        for sample in samples[:6]:
-            add(writer, sample)
-    else:
-        where = {"inside a shard": ("write_shard", 2), "before the last index": ("write_index", 2)}
-        killing(*where.get(moment, ("append_shard", 3)))
-        with pytest.raises(Killed):
-            write_store(broken, samples)
-        monkeypatch.undo()
-    if moment in ("names only", "half a record"):
-        for name in ("names.bin", "samples.bin", "shards.bin"):
+    where = {"inside a shard": ("write_shard", 2), "before the last index": ("complete_index", 1)}
+    killing(*where.get(moment, ("append_shard", 3)))
+    with pytest.raises(Killed):
+        write_store(broken, samples)
+    monkeypatch.undo()
+    if moment in ("checksums only", "half a record"):
+        for name in ("checksums.bin", "shards.bin"):
             part, whole = broken / name, (tmp_path / "whole" / name).read_bytes()
-            size = part.stat().st_size + (9 if name == "names.bin" or moment == "half a record" else 0)
+            size = part.stat().st_size + (9 if name == "checksums.bin" or moment == "half a record" else 0)
             part.write_bytes(whole[:size])
+    if moment == "not in the index":
+        (broken / shard_name(4)).write_bytes((tmp_path / "whole" / shard_name(4)).read_bytes())
+        (broken / shard_name(5)).write_bytes((tmp_path / "whole" / shard_name(5)).read_bytes()[:-1])
     with pytest.raises(UserError, match="not complete"):
         FeatureStore(broken)
-    resumed = FeatureWriter(broken, SPEC)
-    assert 0 < resumed.num_samples <= len(samples)
-    index = read_index(broken)
-    assert [index.name(i) for i in range(len(index.samples))] == [s.sample_id for s in samples[: resumed.num_samples]]
+    begin_store(broken, SPEC, samples_of(samples))
+    resumed = FeatureWriter(broken)
+    assert 0 < read_index(broken).num_samples <= len(samples)
+    assert [resumed.has(number) for number in (0, 4, 5)] == [True, moment in LATE, moment == "before the last index"]
     write_store(broken, samples)
     assert all_bytes(broken) == all_bytes(tmp_path / "whole")
     write_store(broken, samples)  # a finished store stays as it is
@@ -208,7 +214,16 @@ def refused(path: Path, *words: str, **options: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("column", "value"), [("length", 0), ("slice", 9), ("name", 2**63), ("name", 0), ("samples", 0), ("samples", 2**63)]
+    ("column", "value"),
+    [
+        ("length", 0),
+        ("slice", 9),
+        ("name", 2**63),
+        ("name", 0),
+        ("conversation", 0),
+        ("samples", 0),
+        ("samples", 2**63),
+    ],
 )
 def test_records_out_of_order_are_refused_though_their_checksum_is_right(
     column: str, value: int, tmp_path: Path
@@ -216,27 +231,48 @@ def test_records_out_of_order_are_refused_though_their_checksum_is_right(
     """Anybody can compute it."""
     write_store(tmp_path, make_features(), SPEC)
     found = read_index(tmp_path)
-    shards, samples = found.shards.copy(), found.samples.copy()
+    shards, records = found.shards.copy(), found.samples.records.copy()
     assert len(shards) > 2
-    (shards if column == "samples" else samples)[column][1] = value
-    start = name = 0
+    (shards if column == "samples" else records)[column][1] = value
+    start = 0
     for number, shard in enumerate(shards):
-        end, to = int(shard["samples"]), int(shard["names"])
-        parts = shards[number : number + 1].tobytes()[: store_index._COUNTS], samples[start:end].tobytes()
-        shard["checksum"] = np.void(store_index._digest(*parts, found.names[name:to].tobytes()))
-        start, name = end, to
+        end = int(shard["samples"])
+        parts = shards[number : number + 1].tobytes()[: store_index._COUNTS], found.checksums[start:end].tobytes()
+        shard["checksum"], start = np.void(store_index._digest(*parts)), end
     (tmp_path / store_index.SHARDS).write_bytes(shards.tobytes())
-    (tmp_path / store_index.SAMPLES).write_bytes(samples.tobytes())
+    (tmp_path / columns.SAMPLES).write_bytes(records.tobytes())
+    index = tmp_path / "index.json"
+    names = np.frombuffer((tmp_path / columns.NAMES).read_bytes(), "u1")
+    index.write_text(index.read_text().replace(found.columns, columns._digest(records, names)))
     refused(tmp_path, "is corrupt")
 
 
+def test_samples_are_read_from_the_store(tmp_path: Path) -> None:
+    """With what training reads of them, while it is not complete as well."""
+    samples = [
+        replace(one, conversation="Gespräch" if n % 2 else None) for n, one in enumerate(samples_of(make_features()))
+    ]
+    begin_store(tmp_path, SPEC, samples)
+    stored = FeatureWriter(tmp_path).samples
+    assert len(stored) == len(samples)
+    assert stored.lengths == [len(one.ids) for one in samples]
+    for number, sample in enumerate([*samples, samples[-1]]):
+        found = stored[number if number < len(samples) else -1]
+        assert torch.equal(found.ids, sample.ids)
+        assert torch.equal(found.mask, sample.mask)
+        assert vars(found) | {"ids": 0, "mask": 0} == vars(sample) | {"ids": 0, "mask": 0}
+    assert [one.sample_id for one in stored[2:4]] == [one.sample_id for one in samples[2:4]]
+    with pytest.raises(IndexError):
+        stored[len(samples)]
+
+
 def test_what_is_half_written_is_swept_in_the_stores_own_folder_alone(tmp_path: Path) -> None:
-    FeatureWriter(tmp_path, SPEC)
+    begin_store(tmp_path, SPEC, samples_of(make_features()))
     (tmp_path / "inside").mkdir()
     own, others = (folder / ".x.draftsmith-0123456789ab.tmp" for folder in (tmp_path, tmp_path / "inside"))
     own.touch()
     others.touch()
-    FeatureWriter(tmp_path, SPEC)
+    begin_store(tmp_path, SPEC, samples_of(make_features()))
     assert not own.exists()
     assert others.exists()
 
@@ -317,23 +353,23 @@ def test_other_target_and_other_layers(tmp_path: Path) -> None:
         ({"fingerprint": "e" * 16}, "target"),
         ({"samples": "x"}, "list of samples"),
         ({"shard_bytes": 7}, "shard_bytes"),
+        ({"batch_tokens": 7}, "batch_tokens"),
     ],
 )
 def test_resuming_something_else_is_refused_and_changes_nothing(change: dict, word: str, tmp_path: Path) -> None:
-    writer = FeatureWriter(tmp_path, SPEC)
-    for sample in make_features()[:6]:
-        add(writer, sample)
+    samples = make_features()
+    write_store(tmp_path, samples)
     before = all_bytes(tmp_path)
     assert len(before) > 1
     with pytest.raises(UserError, match=f"another {word}"):
-        FeatureWriter(tmp_path, replace(SPEC, **change))
+        begin_store(tmp_path, replace(SPEC, **change), samples_of(samples))
     assert all_bytes(tmp_path) == before
 
 
 def test_a_folder_with_shards_but_no_index_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "shard-00000.safetensors").write_bytes(b"somebody else's")
     with pytest.raises(UserError, match=r"no index\.json"):
-        FeatureWriter(tmp_path, SPEC)
+        begin_store(tmp_path, SPEC, samples_of(make_features()))
     assert all_bytes(tmp_path) == {"shard-00000.safetensors": b"somebody else's"}
 
 
@@ -354,16 +390,17 @@ def test_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match="No space left on device"):
         write_store(tmp_path, make_features())
     assert {name: len(data) > 0 for name, data in all_bytes(tmp_path).items()} == {
-        "index.json": True,
-        "names.bin": False,
-        "samples.bin": False,
+        **dict.fromkeys(("index.json", "names.bin", "samples.bin", "ids.bin", "masks.bin"), True),
+        "checksums.bin": False,
         "shards.bin": False,
     }
 
 
-def test_a_shard_is_filled_to_its_last_byte(tmp_path: Path) -> None:
-    samples = make_features()
-    two = estimate_bytes(sum(len(one.ids) for one in samples[:2]), WIDTH, len(LAYERS), "float32")
-    write_store(tmp_path, samples, replace(SPEC, shard_bytes=two))
-    first = load_file(tmp_path / "shard-00000.safetensors")
-    assert len(first["ids"]) == sum(len(one.ids) for one in samples[:2])
+def test_shards_are_filled_to_the_last_byte_and_end_with_a_chunk() -> None:
+    token = estimate_bytes(1, WIDTH, len(LAYERS), "float32")
+    spec = replace(SPEC, shard_bytes=10 * token)
+    assert plan_shards([5, 5, 5, 4, 1], [1, 2, 3, 4, 5], spec) == [range(2), range(2, 5)]
+    assert plan_shards([5, 4, 5, 5], [2, 4], spec) == [range(2), range(2, 4)]
+    # A chunk that is larger than a shard begins a new one, and so does what follows it.
+    assert plan_shards([1, 5, 5, 5, 1], [1, 4, 5], spec) == [range(1), range(1, 3), range(3, 4), range(4, 5)]
+    assert plan_shards([11, 12], [1, 2], spec) == [range(1), range(1, 2)]

@@ -1,0 +1,48 @@
+"""The processes that make answers and hidden states together, as those who make them see each other."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+
+class Team(Protocol):
+    """Processes that share work out by number. rank of size; rank 0 puts together what all have made."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+
+    def tell(self, make: Callable[[], Any]) -> Any:
+        """Return the JSON value that rank 0 makes, on every process; the others wait for it."""
+
+    def tally(self, name: str, count: int) -> int:
+        """Add to a count that all share, and return it."""
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until something is ready. Raises where another process has failed."""
+
+
+class Alone:
+    """A team of one process."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def tell(self, make: Callable[[], Any]) -> Any:
+        """Return the value."""
+        return make()
+
+    def tally(self, name: str, count: int) -> int:
+        """Add to a count, and return it."""
+        self._counts[name] += count
+        return self._counts[name]
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Everything is ready: this process has made it."""
+        assert ready(), "nobody else makes it"

@@ -83,6 +83,7 @@ def load_target(
     device: str = "cpu",
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    gpus: int = 1,
 ) -> "Target":
     """Return a frozen target, checked to be one that the decoder serves exactly.
 
@@ -92,6 +93,7 @@ def load_target(
         device: such as "cuda" or "cuda:1".
         attn_implementation: attention code of transformers, "sdpa" or "eager".
         trust_remote_code: run code that comes with the checkpoint.
+        gpus: GPUs from `device` on that its layers are spread over, for a target larger than one.
 
     Raises:
         UserError: the path, file or architecture cannot be used, or the folder is a draft head's.
@@ -107,6 +109,7 @@ def load_target(
         device=device,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
+        gpus=gpus,
     )
     check_decoding(target)
     return target

@@ -59,11 +59,12 @@ class WriteRange:
 
 
 class TensorShape(NamedTuple):
-    """Heads, head dim and dtype of a layer's keys or values."""
+    """Heads, head dim and dtype of a layer's keys or values, and the GPU of the layer where that is another one than the cache's."""
 
     heads: int
     dim: int
     dtype: torch.dtype
+    device: torch.device | None = None
 
 
 class LayerShape(NamedTuple):
@@ -84,10 +85,13 @@ def layer_shapes(target: Target) -> tuple[LayerShape | None, ...]:
         target.forward(torch.zeros(1, 1, dtype=torch.long, device=target.device), past_key_values=cache)
         pairs = [(layer.keys, layer.values) for layer in cache.layers]
         known[target.dtype] = tuple(
-            None if pair[0] is None else LayerShape(*(TensorShape(x.shape[1], x.shape[3], x.dtype) for x in pair))
-            for pair in pairs
+            None if pair[0] is None else LayerShape(*(_shape_of(x, target.device) for x in pair)) for pair in pairs
         )
     return known[target.dtype]
+
+
+def _shape_of(x: Tensor, device: torch.device) -> TensorShape:
+    return TensorShape(x.shape[1], x.shape[3], x.dtype, None if x.device == device else x.device)
 
 
 _SHAPES: WeakKeyDictionary[Target, dict[torch.dtype, tuple[LayerShape | None, ...]]] = WeakKeyDictionary()
@@ -175,7 +179,9 @@ class KVCache(Cache):
         indices = [None if s is None else [(kind, next(counts[kind])) for kind in s] for s in self.shapes]
         super().__init__(layers=[_Layer(self, pair) for pair in indices])
         self.buffers: dict[TensorShape, Tensor] = {
-            kind: torch.zeros(next(count), rows, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=device)
+            kind: torch.zeros(
+                next(count), rows, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=kind.device or device
+            )
             for kind, count in counts.items()
         }
 
@@ -217,8 +223,9 @@ class KVCache(Cache):
             self._views[kind][1][number].copy_(new_BhNd)
             return visible_BhSd
         # Rows that do not matter may write behind what is visible.
-        self.buffers[kind][number].transpose(1, 2)[at.places] = new_BhNd.transpose(1, 2)
-        return visible_BhSd if at.rows_b is None else visible_BhSd[at.rows_b]
+        places = tuple(x.to(new_BhNd.device) for x in at.places)
+        self.buffers[kind][number].transpose(1, 2)[places] = new_BhNd.transpose(1, 2)
+        return visible_BhSd if at.rows_b is None else visible_BhSd[at.rows_b.to(new_BhNd.device)]
 
     def append(self, count: Tensor | int, rows_b: Tensor | None = None) -> None:
         """Keep the first `count` entries that the last forward wrote to each row, or to each of `rows_b`."""
@@ -242,7 +249,8 @@ class KVCache(Cache):
             row_B1 = torch.arange(len(path_BD), device=path_BD.device)[:, None]
             for buffer in self.buffers.values():
                 slots_MBShd = buffer.transpose(2, 3)
-                slots_MBShd[:, row_B1, base_B1 + step_D] = slots_MBShd[:, row_B1, source_BD]
+                rows, to, source = (x.to(buffer.device) for x in (row_B1, base_B1 + step_D, source_BD))
+                slots_MBShd[:, rows, to] = slots_MBShd[:, rows, source]
         self._lengths_B = self._lengths_B + kept_B
 
     def rollback(self, lengths: Tensor, rows_b: Tensor | None = None) -> None:

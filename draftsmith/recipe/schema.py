@@ -30,6 +30,8 @@ class TargetSpec:
     """Attention code of transformers; eager is taken by itself where a model has no other."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoint."""
+    gpus: int = field(default=1, metadata=LATER | within(1, 64))
+    """GPUs that hold the target's layers together, from `device` on, for a target larger than one GPU; states meet on the first."""
 
     def __post_init__(self) -> None:
         check_fields(self, "target.")

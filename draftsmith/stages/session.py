@@ -98,6 +98,11 @@ class Session:
 
     def load_target(self, dtype: str, path: str | None = None) -> Target:
         """Load the target, or the model in `path` with the same settings, and check that the decoder runs it exactly."""
+        if (gpus := self.recipe.target.gpus) > 1 and world().size > 1:
+            raise UserError(
+                f"target.gpus is {gpus}, but {world().size} processes have a GPU each: start one, or train from a finished store, for "
+                "which no layers are loaded."
+            )
         own = {"path": path or self.target_path, "dtype": dtype, "device": self.device}
         target = draftsmith.load_target(**asdict(self.recipe.target) | own)
         self._tell_context(target)
@@ -127,8 +132,14 @@ class Session:
             return None
         if (record := self.data.record("features")) is None or record.state != "done":
             return None
-        own = {"path": self.target_path, "device": self.device}
-        return open_parts(file=recipe.data_path / "features" / PARTS, **asdict(recipe.target) | own)
+        return open_parts(
+            self.target_path,
+            recipe.data_path / "features" / PARTS,
+            dtype=recipe.target.dtype,
+            device=self.device,
+            attn_implementation=recipe.target.attn_implementation,
+            trust_remote_code=recipe.target.trust_remote_code,
+        )
 
     def load_layers(self) -> None:
         """Load the whole target, where `target` is without its layers."""

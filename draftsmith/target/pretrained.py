@@ -37,6 +37,7 @@ from draftsmith.target.config import (
 from draftsmith.target.folder import TOKENIZER_FILES, read_directory, read_eos_ids, weight_files
 from draftsmith.target.gguf_file import is_gguf, model_folder, open_gguf
 from draftsmith.target.kernels import GROUPED
+from draftsmith.target.layers import spread
 
 if TYPE_CHECKING:
     from draftsmith.target.target import Target
@@ -69,7 +70,13 @@ class OpenedModel:
 
 
 def open_model(
-    path: str, *, dtype: str, device: str | torch.device, attn_implementation: str, trust_remote_code: bool
+    path: str,
+    *,
+    dtype: str,
+    device: str | torch.device,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    gpus: int = 1,
 ) -> OpenedModel:
     """Load a causal language model from a local folder, a Hub name or a GGUF file; never pickled weights.
 
@@ -95,15 +102,18 @@ def open_model(
     if not trust_remote_code:  # whose sizes may be called anything
         check_weights(config, spans, directory / "config.json")
     quantized, attention = check_quantization(path, config), attention_of(config, attn_implementation)
+    # Each tensor goes straight there: whole models of several processes would not fit into a machine's memory. Quantizers would
+    # take a GPU by themselves.
+    places = None if where.type == "cpu" and quantized is None else {"": where}
+    if gpus > 1:
+        places = spread(path, config, where, gpus, trust_remote_code)
     smaller = {"out of memory": ", or take a device with more free memory"}
     with foreign_code(f"Cannot load the target {path}", how_to_read(quantized), smaller):
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attention,
-            # Each tensor goes straight there: whole models of several processes would not fit into a machine's memory. Quantizers
-            # would take a GPU by themselves.
-            device_map=None if where.type == "cpu" and quantized is None else {"": where},
+            device_map=places,
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # told by `check_taken`, by name

@@ -21,6 +21,7 @@ from draftsmith.progress import say
 from draftsmith.target.folder import eos_ids_of, fingerprint_directory
 from draftsmith.target.identity import TargetIdentity, identify_directory
 from draftsmith.target.kernels import fuse_norms, linear, pack_linears, without_autocast
+from draftsmith.target.layers import find_decoder, find_layers
 from draftsmith.target.plain_pass import PlainPass
 from draftsmith.target.pretrained import check_target, open_model
 
@@ -265,7 +266,8 @@ class Target:
 def _output(streams: dict[int, Tensor], layer_ids: tuple[int, ...], last: Tensor) -> TargetOutput:
     if not layer_ids:
         return TargetOutput(aux=last.new_empty((*last.shape[:-1], 0)), last=last)
-    return TargetOutput(aux=torch.cat([streams[k] for k in layer_ids], dim=-1), last=last)
+    # From the GPU of each layer.
+    return TargetOutput(aux=torch.cat([streams[k].to(last.device) for k in layer_ids], dim=-1), last=last)
 
 
 def _tapped(layer: nn.Module, index: int, streams: dict[int, Tensor]) -> Any:
@@ -313,23 +315,6 @@ def steady_positions(config: Any) -> int | None:
     return min((n for n in limits if n is not None), default=None)
 
 
-def find_decoder(model: Any) -> nn.Module:
-    """Return the model without its output projection, which transformers does not find for every class (Llama 4)."""
-    decoder: nn.Module = model.get_decoder()
-    return getattr(model, "model", decoder) if decoder is model else decoder
-
-
-def find_layers(decoder: nn.Module, num_layers: int, model_type: str) -> list[nn.Module]:
-    """Return the decoder layers: the first list of `num_layers` modules in `decoder`. UserError where none is."""
-    for module in (getattr(decoder, "layers", None), *decoder.modules()):
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return list(module)
-    raise UserError(
-        f"Cannot find the {num_layers} decoder layers of a model of type {model_type!r}: "
-        "this architecture cannot be used as a target yet; choose another one."
-    )
-
-
 def load_target(
     path: str,
     *,
@@ -337,6 +322,7 @@ def load_target(
     device: str | torch.device = "cpu",
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    gpus: int = 1,
 ) -> Target:
     """Open a causal language model and check that it can be a target.
 
@@ -349,12 +335,18 @@ def load_target(
         device: where it runs.
         attn_implementation: of transformers; a class that has no "sdpa" gets "eager".
         trust_remote_code: run code that comes with the model.
+        gpus: GPUs from `device` on that its layers are spread over; its states meet on the first.
 
     Raises:
         UserError: for a path, file or architecture that cannot be used.
     """
     opened = open_model(
-        path, dtype=dtype, device=device, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        path,
+        dtype=dtype,
+        device=device,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        gpus=gpus,
     )
     if opened.beside:
         say(f"warning: {opened.beside}.")

@@ -25,7 +25,8 @@ from draftsmith.data.documents import Pass
 from draftsmith.errors import UserError
 from draftsmith.storage import fingerprint
 from draftsmith.target.kernels import without_autocast
-from draftsmith.target.target import Target, find_decoder
+from draftsmith.target.layers import find_decoder
+from draftsmith.target.target import Target
 
 _LINEAR = (nn.Linear, Conv1D)
 _ADAPTER = "default"  # peft's own name for an only adapter

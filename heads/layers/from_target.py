@@ -183,7 +183,7 @@ def final_norm_weight(target: Target) -> Tensor | None:
     made = [given for given, output in seen if output is last_BnH]
     if len(made) != 1 or made[0].shape != last_BnH.shape:
         return None
-    x_BnH, y_BnH = made[0].float(), last_BnH.float()
+    x_BnH, y_BnH = made[0].to(last_BnH.device).float(), last_BnH.float()  # of the GPU of the last layer
     unit_BnH = x_BnH * x_BnH.square().mean(-1, keepdim=True).rsqrt()
     # Least squares per entry: the dtype of the target rounds every single quotient.
     weight_H = (y_BnH * unit_BnH).sum((0, 1)) / unit_BnH.square().sum((0, 1)).clamp_min(torch.finfo(torch.float32).tiny)

@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim import optimizer
+from torch.utils._device import _device_constructors
 
 from tests.pretended_gpu import kernels
 from tests.pretended_gpu.device import Operations, PretendedGpu
@@ -27,6 +28,7 @@ MEMORY = 141 * 10**9
 def pretended_gpu(devices: int = 1) -> Iterator[PretendedGpu]:
     """Let torch have `devices` CUDA devices within. Raises AssertionError at the end where memory was freed too early."""
     gpu = PretendedGpu(devices)
+    _device_constructors()  # torch remembers its functions, for `with device:`, and must not remember ours
     with ExitStack() as stack:
         for owner, replacements in _patches(gpu):
             for name, value in replacements.items():

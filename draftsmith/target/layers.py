@@ -1,0 +1,65 @@
+"""The decoder layers of a target: where they are in its modules, and on which GPUs."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from draftsmith.errors import UserError
+from draftsmith.foreign.code import foreign_code
+
+
+def find_decoder(model: Any) -> nn.Module:
+    """Return the model without its output projection, which transformers does not find for every class (Llama 4)."""
+    decoder: nn.Module = model.get_decoder()
+    return getattr(model, "model", decoder) if decoder is model else decoder
+
+
+def find_layers(decoder: nn.Module, num_layers: int, model_type: str) -> list[nn.Module]:
+    """Return the decoder layers: the first list of `num_layers` modules in `decoder`. UserError where none is."""
+    for module in (getattr(decoder, "layers", None), *decoder.modules()):
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return list(module)
+    raise UserError(
+        f"Cannot find the {num_layers} decoder layers of a model of type {model_type!r}: "
+        "this architecture cannot be used as a target yet; choose another one."
+    )
+
+
+def spread(path: str, config: Any, first: torch.device, count: int, trust_remote_code: bool) -> dict[str, torch.device]:
+    """Return the device of each module of a target whose layers are spread over `count` GPUs from `first` on, as evenly as their
+    bytes allow. All but the layers is on the first, where states meet.
+
+    Raises UserError for a device that is no GPU, for GPUs that are not there and for fewer layers than GPUs.
+    """
+    there, start = torch.cuda.device_count(), first.index or 0
+    if first.type != "cuda" or start + count > there:
+        here = f"torch sees {there}" if first.type == "cuda" else f"target.device is {first}"
+        raise UserError(
+            f"target.gpus is {count}, from {first} on, but {here}: name as many GPUs as there are, or leave target.gpus out."
+        )
+    with foreign_code(f"Cannot open the target {path}", "choose another target"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    text = model.config.get_text_config(decoder=True)
+    layers = find_layers(find_decoder(model), text.num_hidden_layers, text.model_type)
+    if len(layers) < count:
+        raise UserError(
+            f"target.gpus is {count}, but the target {path} has {len(layers)} layers to spread: lower it to {len(layers)} or less."
+        )
+    names = {module: name for name, module in model.named_modules()}
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    total = sum(p.numel() for p in model.parameters())
+    before, within = total - sum(sizes), {part for layer in layers for part in layer.modules()}
+    places = {
+        name: first
+        for name, module in model.named_modules()
+        if module not in within and (module._parameters or module._buffers)
+    }
+    for number, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
+        even = int((before + size / 2) * count / total)
+        # At least one for each GPU that is still to come.
+        index = min(max(even, count - len(layers) + number), count - 1)
+        places[names[layer]] = torch.device("cuda", start + index)
+        before += size
+    return places

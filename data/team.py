@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from draftsmith.progress import Bar
+
 
 class Team(Protocol):
     """Processes that share work out by number. rank of size; rank 0 puts together what all have made."""
@@ -46,3 +48,31 @@ class Alone:
     def wait(self, ready: Callable[[], bool]) -> None:
         """Everything is ready: this process has made it."""
         assert ready(), "nobody else makes it"
+
+
+class SharedBar:
+    """A bar that shows what all processes of a team have made. name: of their common count."""
+
+    def __init__(self, team: Team, name: str, bar: Bar) -> None:
+        self._team, self._name, self._bar, self._told = team, name, bar, 0
+
+    def update(self, count: int) -> None:
+        """Count what this process has made."""
+        made = self._team.tally(self._name, count)
+        self._bar.update(made - self._told)
+        self._told = made
+
+    def skip(self, count: int) -> None:
+        """Count what an earlier run has made, which has no part in the rate of rank 0."""
+        self._bar.skip(count)
+        self._told += count
+        self.update(count)
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until something is ready, and show what the others make until then."""
+
+        def there() -> bool:
+            self.update(0)
+            return ready()
+
+        self._team.wait(there)

@@ -27,7 +27,7 @@ MEET = timedelta(minutes=10)
 STEP = timedelta(minutes=30)
 """How long processes wait for each other in a step: the longest is a checkpoint, which one of them writes."""
 DATA = timedelta(days=7)
-"""How long the others wait while one makes answers and hidden states."""
+"""How long processes wait for each other while they make answers and hidden states."""
 _SAY_SECONDS, _GRACE = 15.0, 5.0
 """Seconds between two lines of a process that waits, and until a failure has reached all."""
 _PEERS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "Timed out waiting")
@@ -115,18 +115,55 @@ class Meeting:
 
     @contextmanager
     def first(self) -> Iterator[bool]:
-        """Let rank 0 do the work within first; yield whether this is rank 0. The others wait for as long as it takes to make
-        answers and hidden states, which may be days."""
+        """Let rank 0 do the work within first; yield whether this is rank 0. The others wait for as long as servers may take to
+        answer, which may be days."""
         self._exchanges += 1
         done = f"draftsmith/turn/{self._exchanges}"
         if self.here.main:
             yield True
             self._store.set(done, "done")
             return
-        waiting = "waiting for rank 0, which makes answers and hidden states"
+        waiting = "waiting for rank 0, which reads and checks the data"
         if not self._wait_for_key(done, DATA, lambda: self._say(waiting)):
             raise UserError(f"Rank 0 has kept {self.here} waiting for 7 days: see there whether it is still at work.")
         yield False
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self.here.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self.here.size
+
+    def tell(self, make: Callable[[], Any]) -> Any:
+        """Return the JSON value that rank 0 makes, on every process; the others wait as in `first`."""
+        with self.first() as first:
+            name = f"draftsmith/told/{self._exchanges}"
+            if first:
+                self._store.set(name, json.dumps(make()))
+        return json.loads(self._store.get(name))
+
+    def tally(self, name: str, count: int) -> int:
+        """Add to a count that all processes share, and return it."""
+        return int(self._store.add(f"draftsmith/tally/{name}", count))
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until something is ready that other processes make. Raises OthersFailedError where one of them has failed."""
+
+        def there() -> bool:
+            if ready():
+                return True
+            self.end_with_others(0.0)
+            return False
+
+        waiting = "waiting for the other processes, which make their share of answers and hidden states"
+        if not wait_until(there, DATA, lambda: self._say(waiting), lines=4, pause=0.2):
+            raise UserError(
+                f"The others have kept {self.here} waiting for 7 days: see there whether they are still at work."
+            )
 
     def compare(self, facts: dict[str, Any], remedy: str) -> None:
         """Raise UserError, on every process, where a fact is not the same on all of them."""
@@ -154,16 +191,16 @@ class Meeting:
 
     def check_shared(self, key: str, folder: Path) -> None:
         """Raise UserError where `folder`, the value of the recipe's `key`, is not one and the same on all machines."""
-        with self.first() as first:
-            name = f"draftsmith/mark/{self._exchanges}"
-            if first:
-                # Swept with everything half-written, should this process be killed here.
-                mark = folder / f".shared.draftsmith-{secrets.token_hex(6)}.tmp"
-                with explain_os_error(mark):
-                    folder.mkdir(parents=True, exist_ok=True)
-                    mark.touch(exist_ok=False)
-                self._store.set(name, mark.name)
-        mark = folder / self._store.get(name).decode()
+
+        def leave_mark() -> str:
+            # Swept with everything half-written, should this process be killed here.
+            left = folder / f".shared.draftsmith-{secrets.token_hex(6)}.tmp"
+            with explain_os_error(left):
+                folder.mkdir(parents=True, exist_ok=True)
+                left.touch(exist_ok=False)
+            return left.name
+
+        mark = folder / self.tell(leave_mark)
 
         def seen() -> bool:
             if folder.is_dir():

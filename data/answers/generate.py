@@ -15,6 +15,7 @@ from typing import Any
 from draftsmith.data.answers.served import AnswerServer, answer_all
 from draftsmith.data.conversations.masks import OnTooLong, TokenizedSet, tokenize_answers
 from draftsmith.data.conversations.templates import Prompt
+from draftsmith.data.team import Alone, SharedBar, Team
 from draftsmith.decoder.answers import Generation, Request
 from draftsmith.decoder.decode import check_requests, decode
 from draftsmith.decoder.draft import TargetAlone
@@ -22,7 +23,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.foreign.text import read_json_lines
 from draftsmith.progress import Bar
-from draftsmith.storage import explain_os_error, fingerprint
+from draftsmith.storage import atomic_path, explain_os_error, fingerprint
 from draftsmith.target.target import Target
 
 BATCHES_PER_CHUNK = 4
@@ -40,50 +41,109 @@ def regenerate(
     batch: int = 64,
     servers: Sequence[AnswerServer] = (),
     kept: Sequence[Path] = (),
+    team: Team | None = None,
 ) -> Path:
     """Answer every prompt and stream the answers to `path`; resumes from what an interrupted run left.
 
     Random numbers depend on `seed` and the id of the conversation only. Works in chunks of a few batches, with prompts of
     similar length together so that little is padding. A chunk that was cut off is done again, so that the final file does
-    not depend on interruptions. kept: files of earlier answers, taken where the prompt is the same. `servers`, where there are
+    not depend on interruptions, nor on how many processes of a `team` share the chunks out. kept: files of earlier answers, taken where the prompt is the same. `servers`, where there are
     any, answer for the target, by random numbers of their own; then every whole answer stays.
     """
-    if path.exists():
-        return path
-    partial = path.with_suffix(path.suffix + ".partial")
+    team = team or Alone()
     requests = [Request.seeded(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens, seed) for p in prompts]
-    check_requests(target, requests)
-    chunk_size = 1 if servers else batch * BATCHES_PER_CHUNK
+    file = _AnswersFile(path, 1 if servers else batch * BATCHES_PER_CHUNK, len(prompts))
     with explain_os_error(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        done = _keep_whole_chunks(partial, chunk_size, len(prompts))
-        earlier = _Earlier(kept)
-        bar = Bar(total=len(prompts), initial=done, desc="answers", unit="answer")
-        tokens = 0
-        asked = [r for r, p in zip(requests[done:], prompts[done:], strict=True) if servers and earlier.line(p) is None]
+        done = team.tell(lambda: None if path.exists() else _begin(target, requests, file))
+        if done is None:
+            return path
+        earlier, tokens = _Earlier(kept), 0
+        own = [chunk for number, chunk in enumerate(file.chunks) if number % team.size == team.rank]
+        own = [chunk for chunk in own if chunk.start >= done and not file.part(chunk).exists()]
+        asked = [requests[i] for chunk in own for i in chunk if servers and earlier.line(prompts[i]) is None]
         answers = answer_all(servers, asked, sampling, batch, target.vocab_size)
-        with partial.open("ab") as file, bar, closing(answers) as served:
-            for start in range(done, len(prompts), chunk_size):
-                chunk = range(start, min(start + chunk_size, len(prompts)))
+        bar = Bar(total=len(prompts), initial=done, desc="answers", unit="answer")
+        shown = SharedBar(team, f"answers in {path}", bar)
+        with bar, closing(answers) as served:
+            for chunk in own:
                 lines = {i: line for i in chunk if (line := earlier.line(prompts[i])) is not None}
-                bar.skip(len(lines))
+                shown.skip(len(lines))
                 numbers = {id(requests[i]): i for i in chunk if i not in lines}
                 missing = sorted(
                     (requests[i] for i in numbers.values()),
                     key=lambda request: (len(request.prompt_ids), request.sample_id),
                 )
-                own = decode(target, TargetAlone(), missing, sampling, batch) if not servers else served
-                for answer in islice(own, len(missing)):
+                made = decode(target, TargetAlone(), missing, sampling, batch) if not servers else served
+                for answer in islice(made, len(missing)):
                     number = numbers[id(answer.request)]
                     lines[number] = _to_line(prompts[number], answer, tokenizer)
                     tokens += len(answer.output_ids)
-                    bar.update()
+                    shown.update(1)
                     bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
-                file.write("".join(lines[i] for i in chunk).encode())
-                file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
+                file.add(chunk, "".join(lines[i] for i in chunk).encode(), merge=team.rank == 0)
+            if team.rank == 0:
+                shown.wait(file.merge)
+                file.finish()
+        team.wait(path.exists)
     return path
+
+
+def _begin(target: Target, requests: Sequence[Request], file: "_AnswersFile") -> int:
+    """Check what is asked for and get the file ready to go on; return how many answers it holds."""
+    check_requests(target, requests)
+    return file.begin()
+
+
+class _AnswersFile:
+    """Answers that come in whole chunks of several processes: next to `path`, in a file that grows in order, and in one for each
+    chunk that has come before its turn."""
+
+    def __init__(self, path: Path, size: int, total: int) -> None:
+        self.path, self.partial, self._total, self._size = path, path.with_suffix(path.suffix + ".partial"), total, size
+        self.chunks = [range(start, min(start + size, total)) for start in range(0, total, size)]
+        self._next = 0
+
+    def part(self, chunk: range) -> Path:
+        """Return the file of a chunk that has come before its turn."""
+        return self.path.with_name(f"{self.path.name}.part-{chunk.start}-{chunk.stop}")
+
+    def begin(self) -> int:
+        """Remove what was cut off, and return how many answers stay in order."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        done = _keep_whole_chunks(self.partial, self._size, self._total)
+        self.partial.touch()
+        self._next = sum(chunk.stop <= done for chunk in self.chunks)
+        self.merge()
+        return self.chunks[self._next - 1].stop if self._next else 0
+
+    def add(self, chunk: range, lines: bytes, *, merge: bool) -> None:
+        """Keep the lines of a chunk. merge: this is the process that puts them in order."""
+        if merge and chunk == self.chunks[self._next]:
+            self._append(lines)
+            self.merge()
+        else:
+            with atomic_path(self.part(chunk)) as temporary:
+                temporary.write_bytes(lines)
+
+    def merge(self) -> bool:
+        """Put chunks that are next in order, as far as they are there; return whether all are."""
+        while self._next < len(self.chunks) and (part := self.part(self.chunks[self._next])).exists():
+            self._append(part.read_bytes())
+            part.unlink()
+        return self._next == len(self.chunks)
+
+    def _append(self, lines: bytes) -> None:
+        with self.partial.open("ab") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        self._next += 1
+
+    def finish(self) -> None:
+        """Give the whole file its name; what an earlier run with other chunks left goes."""
+        for part in self.path.parent.glob(f"{self.path.name}.part-*"):
+            part.unlink()
+        self.partial.replace(self.path)
 
 
 class _Earlier:

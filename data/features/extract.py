@@ -25,7 +25,7 @@ from draftsmith.data.features.store import (
     readable_bytes,
 )
 from draftsmith.data.features.writing import SHARD_BYTES, FeatureWriter, Rows, begin_store, rows_of
-from draftsmith.data.team import Alone, Team
+from draftsmith.data.team import Alone, SharedBar, Team
 from draftsmith.errors import UserError
 from draftsmith.progress import Bar, say
 from draftsmith.target.target import Target, TargetHead, describe_context
@@ -71,18 +71,12 @@ def extract(
     path, team = Path(path), team or Alone()
     begin = partial(_begin, target, samples, path, tuple(layer_ids), dtype, batch_tokens, shard_bytes)
     team.tell(begin)
-    writer, told = FeatureWriter(path), 0
+    writer = FeatureWriter(path)
     missing = {number for number in range(len(writer.shards)) if not writer.has(number)}
-    total = sum(writer.samples.lengths)
-    left = sum(writer.samples.lengths[i] for number in missing for i in writer.shards[number])
+    lengths = writer.samples.lengths
+    total, left = sum(lengths), sum(lengths[i] for number in missing for i in writer.shards[number])
     with Bar(total=total, initial=total - left, unit="tok", unit_scale=True, desc="extract") as bar:
-
-        def progress(tokens: int) -> None:
-            nonlocal told
-            made = team.tally("tokens of hidden states", tokens)
-            bar.update(made - told)
-            told = made
-
+        shown = SharedBar(team, f"tokens in {path}", bar)
         # Two chunks are in memory at most: one that is written, and the passes of the next one.
         with Behind(CHUNK_BATCHES) as behind:
             passes = _Passes(target, writer.spec, writer.samples, _Earlier(kept, writer.spec), behind)
@@ -95,15 +89,10 @@ def extract(
                 rows: dict[int, Rows] = {}
                 for batch in (batch for chunk in chunks for batch in chunk.batches):
                     passes.run(batch, rows)
-                    behind.put(partial(progress, sum(len(writer.samples[i].ids) for i in wanted.intersection(batch))))
+                    behind.put(partial(shown.update, sum(lengths[i] for i in wanted.intersection(batch))))
                 behind.put(partial(_write, writer, rows, own, merge=team.rank == 0))
         if team.rank == 0:
-
-            def merged() -> bool:
-                progress(0)
-                return writer.merge()
-
-            team.wait(merged)
+            shown.wait(writer.merge)
             writer.finish()
     team.wait(lambda: is_complete(path))
     return FeatureStore(path, fingerprint=target.fingerprint)

@@ -61,8 +61,13 @@ def regenerate(own: Namespace, words: list[str]) -> int:
     session = _session("regenerate", words, own.redo)
     if not session.recipe.answers.regenerate:
         raise UserError("answers.regenerate is false in this recipe: set it to true to let the target answer.")
+    launch = launching.check_launching(session, own.launch)
     look_at(session, session.conversations, learned=False)
-    put(make_stages(session, "regenerate").answers)
+    if launch:
+        launching.launch(session, launch, "regenerate", words)
+    else:
+        make_stages(session, "regenerate")
+    _put(session.recipe.data_path / "answers.jsonl")
     return 0
 
 
@@ -71,9 +76,13 @@ def extract(own: Namespace, words: list[str]) -> int:
     session = _session("extract", words, own.redo)
     if session.recipe.features.source == "online":
         raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
+    launch = launching.check_launching(session, own.launch)
     preflight(session, "extract")
-    make_stages(session, "extract")
-    put(session.recipe.data_path / "features")
+    if launch:
+        launching.launch(session, launch, "extract", words)
+    else:
+        make_stages(session, "extract")
+    _put(session.recipe.data_path / "features")
     return 0
 
 
@@ -85,10 +94,14 @@ def train(own: Namespace, words: list[str]) -> int:
     preflight(session, "train")
     if launch and not launching.train(session, launch, words):
         return 0
-    head = make_stages(session, "train").head
-    if LAUNCHED not in os.environ:  # else the process that launched this one says it
-        put(head)
+    _put(make_stages(session, "train").head)
     return 0
+
+
+def _put(result: object) -> None:
+    """Print a result, unless the process that launched this one does."""
+    if LAUNCHED not in os.environ:
+        put(result)
 
 
 def evaluate(own: Namespace, words: list[str]) -> int:

@@ -80,7 +80,7 @@ _QUIET = Option("--quiet", None, "Print results, warnings and the verdict, but n
 _LAUNCH = Option(
     "--launch",
     "FILE",
-    "Train in processes of their own, with this configuration of accelerate, a file or a name that `draftsmith recipes` lists.",
+    "Make answers and hidden states and train in processes of their own, with this configuration of accelerate, a file or a name that `draftsmith recipes` lists.",
 )
 _GATE = (
     Option(
@@ -213,8 +213,10 @@ COMMANDS: dict[str, Command] = {
         "all stages of a recipe: answers, features, training, evaluation, export, report",
         (REDO, _LAUNCH, *_GATE),
     ),
-    "regenerate": Command("let the target answer the prompts of the data", (REDO,)),
-    "extract": Command("store the target's hidden states", (REDO,)),
+    "regenerate": Command(
+        "let the target answer the prompts of the data (--launch: in several processes)", (REDO, _LAUNCH)
+    ),
+    "extract": Command("store the target's hidden states (--launch: in several processes)", (REDO, _LAUNCH)),
     "train": Command("train the head (--launch: in several processes)", (REDO, _LAUNCH)),
     "evaluate": Command(
         "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only)",
@@ -272,3 +274,6 @@ COMMANDS = {
     )
     for name, command in COMMANDS.items()
 }
+
+SHARED = ("regenerate", "extract", "train")
+"""The commands that several processes may carry out together."""

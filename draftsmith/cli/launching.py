@@ -1,4 +1,4 @@
-"""`draftsmith run` and `train` with `--launch FILE`: several processes train, as `accelerate launch` starts them."""
+"""`--launch FILE`: several processes make answers and hidden states and train, as `accelerate launch` starts them."""
 
 import os
 import signal
@@ -15,8 +15,9 @@ from draftsmith.eval.training.history import read_history, tell
 from draftsmith.heads.registry import find_method
 from draftsmith.progress import hush, said, say
 from draftsmith.recipe.parse import find_file
+from draftsmith.recipe.record import DATA_STAGES
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.stages.pipeline import make_stages
+from draftsmith.stages.pipeline import COMMAND_STAGES
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import learned
 from draftsmith.train.meeting import DATA, wait_for_port
@@ -109,35 +110,44 @@ def check_script(script: str | None, method: str) -> None:
         )
 
 
-def train(session: Session, launch: Launch, words: list[str]) -> bool:
-    """Make answers and hidden states here, then train as `accelerate launch --config_file CONFIG train/head.py` would.
+def train(session: Session, launch_: Launch, words: list[str]) -> bool:
+    """Make answers and hidden states and train as `accelerate launch --config_file CONFIG train/head.py` would.
 
-    Return whether this machine goes on with the other stages: of several machines the first makes the data, and goes on after
-    training; the others wait for its data, and only train. A signal reaches the training processes, which save a checkpoint.
-    words: the recipe's, for the training processes.
+    Return whether this machine goes on with the other stages: of several machines the first. A signal reaches the processes, which
+    save a checkpoint. words: the recipe's, for the processes.
     """
-    session.processes = launch.processes
+    session.processes = launch_.processes
     if learned(session):
-        return not launch.machine
-    if launch.machine:
-        _await_machine_0(launch)
-    else:
-        make_stages(session, "extract")
-    session.drop_target()
-    folder, script = session.recipe.run_dir / "train", find_script(session.recipe.method)
-    redo = ["--redo", "train"] if "train" in session.redo else []
-    options = [str(folder), "--quiet", "--config_file", launch.config, str(script), *words, *redo]
-    session.redo.discard("train")
-    code = run_launcher(options, launch.processes)
-    if code:
-        raise SystemExit(code)
+        return not launch_.machine
+    launch(session, launch_, "train", words)
     hush(
         f"train: reusing {session.run.path}",
         *(() if (past := read_history(session.recipe.run_dir)) is None else tell(past)),
     )
-    if launch.machine:
+    if launch_.machine:
         say("trained; machine 0 goes on with what comes next")
-    return not launch.machine
+    return not launch_.machine
+
+
+def launch(session: Session, asked: Launch, command: str, words: list[str]) -> None:
+    """Carry out a command in the processes of a launch. Raises SystemExit where they fail."""
+    if asked.machine:
+        _await_machine_0(asked)
+    session.drop_target()
+    folder = session.recipe.run_dir / "train"
+    script = (
+        [str(find_script(session.recipe.method))]
+        if command == "train"
+        else [str(Path(__file__).with_name("main.py")), command]
+    )
+    redo = [word for stage in COMMAND_STAGES[command] if stage in session.redo for word in ("--redo", stage)]
+    session.redo.difference_update(COMMAND_STAGES[command])
+    code = run_launcher(
+        [str(folder), "--quiet", "--config_file", asked.config, *script, *words, *redo], asked.processes
+    )
+    if code:
+        raise SystemExit(code)
+    hush(*(f"{stage}: reusing {session.directory(stage).path}" for stage in DATA_STAGES))
 
 
 def run_launcher(words: list[str], processes: int) -> int:
@@ -165,10 +175,10 @@ def run_launcher(words: list[str], processes: int) -> int:
 
 
 def _await_machine_0(launch: Launch) -> None:
-    """Wait until machine 0 has made the data and starts training."""
+    """Wait until machine 0 begins."""
     host, port = launch.address.rsplit(":", 1)
-    say(f"waiting for machine 0 at {launch.address}, which makes answers and hidden states first")
+    say(f"waiting for machine 0 at {launch.address}")
     if not wait_for_port(host, int(port), DATA):
         raise UserError(
-            f"Machine 0 did not start training at {launch.address} within {DATA.days} days: see there whether it is still at work."
+            f"Machine 0 did not begin at {launch.address} within {DATA.days} days: see there whether it is still at work."
         )

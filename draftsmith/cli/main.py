@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from draftsmith.cli.boundary import at_boundary
-from draftsmith.cli.commands import COMMANDS
+from draftsmith.cli.commands import COMMANDS, SHARED
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.progress import choose_progress
 from draftsmith.recipe.options import take_options
@@ -46,10 +46,10 @@ def _dispatch(words: list[str], script: str | None) -> int:
         hint = "options come after it; " if name.startswith("-") else ""
         meant = did_you_mean(name.lower(), COMMANDS)
         raise UserError(f"There is no command '{name}'{meant}: {hint}the commands are {', '.join(COMMANDS)}.")
-    if name != "train" and world().size > 1:
+    if name not in SHARED and world().size > 1:
         raise UserError(
             f"WORLD_SIZE is {world().size} in the environment, but `draftsmith {name}` works in one process: leave the launcher out, "
-            "or unset WORLD_SIZE and RANK; only training takes several."
+            f"or unset WORLD_SIZE and RANK; only {', '.join(SHARED)} take several."
         )
     with together():
         own, rest = take_options(words[1:], COMMANDS[name].options)

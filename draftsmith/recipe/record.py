@@ -44,7 +44,7 @@ MORE = "answers.jsonl.more"
 """In `.earlier`, the answers of versions that came after the one there, and were not finished before the data changed again."""
 
 KNOWN = {
-    "answers": r"answers\.jsonl(\.partial|\.more)?",
+    "answers": r"answers\.jsonl(\.partial|\.more|\.part-\d+-\d+)?",
     "features": r"features/(index\.json|target\.safetensors|(shards|samples|names|ids|masks|checksums)\.bin|shard-\d{5,}\.safetensors)",
     "train": r"train/(best|step_\d+(\.tmp)?|summary\.json|(metrics|dashboards)\.jsonl|(wandb|trackio|mlflow)(_id)?|tensorboard)",
     "evaluate": r"evaluation/(t[\d.]+|report\.html|report\.md|costs\.json|plan\.json|routing\.json|settings)",

@@ -13,15 +13,17 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_all, tokenize_conversation
 from draftsmith.data.conversations.templates import left_out, prepare_prompts, render_text, template_name
+from draftsmith.data.features.columns import StoredSamples
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.data.features.index import read_index
 from draftsmith.data.features.store import FeatureSource, FeatureStore
+from draftsmith.data.team import Alone, Team
 from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import layer_ids_of
 from draftsmith.heads.layers.from_target import final_norm_weight
 from draftsmith.progress import say
-from draftsmith.stages.session import Session
+from draftsmith.stages.session import Session, team
 from draftsmith.target.parts import PARTS, write_parts
 from draftsmith.train.process import world
 
@@ -71,18 +73,35 @@ def look_at(session: Session, conversations: Sequence[Conversation], *, learned:
 
 
 def answers_stage(session: Session) -> Path | None:
-    """Let the target answer the prompts and return the file; None where the recipe takes the answers in the data."""
-    recipe, spec = session.recipe, session.recipe.answers
+    """Let the target answer the prompts and return the file; None where the recipe takes the answers in the data.
+
+    All processes call it, and share the prompts out, but for those that servers answer."""
+    spec, ours = session.recipe.answers, team()
     if not spec.regenerate:
         return None
-    path, inputs = answers_file(session), answer_inputs(session)
-    # Only where some are named is it looked up twice whether the answers are there: a finished run needs no server.
-    asked = spec.servers if spec.servers and not session.data.holds("answers", inputs) else []
-    servers = [AnswerServer(url, [spec.served_name or session.target_path]) for url in asked]
-    _grow(session, "answers", inputs, _DATA["answers"])
-    if session.begin("answers", inputs):
+    path, servers = answers_file(session), list[AnswerServer]()
+
+    def begin() -> bool:
+        inputs = answer_inputs(session)
+        # Only where some are named is it looked up twice whether the answers are there: a finished run needs no server.
+        asked = spec.servers if spec.servers and not session.data.holds("answers", inputs) else []
+        servers.extend(AnswerServer(url, [spec.served_name or session.target_path]) for url in asked)
+        _grow(session, "answers", inputs, _DATA["answers"])
+        return session.begin("answers", inputs)
+
+    if ours.tell(begin):
         return path
-    session.load_layers()
+    started, resumed = time.perf_counter(), path.with_name(f"{path.name}.partial").exists()
+    if not (spec.servers and ours.rank):
+        session.load_layers()
+        started = _answer(session, path, servers, ours)
+    ours.tell(lambda: _finish_answers(session, path, servers, time.perf_counter() - started, resumed=resumed))
+    return path
+
+
+def _answer(session: Session, path: Path, servers: Sequence[AnswerServer], ours: Team) -> float:
+    """Make the answers; return when that began."""
+    recipe, spec = session.recipe, session.recipe.answers
     prompts = prepare_prompts(
         session.tokenizer,
         session.conversations,
@@ -98,7 +117,6 @@ def answers_stage(session: Session) -> Path | None:
         say(
             f"answers: {', '.join(left[:3])}{', ...' * (len(left) > 3)} left out: no room for an answer within data.max_length"
         )
-    resumed = "the rest of them " if path.with_name(f"{path.name}.partial").exists() else ""
     started = time.perf_counter()
     regenerate(
         session.target,
@@ -110,16 +128,22 @@ def answers_stage(session: Session) -> Path | None:
         batch=spec.batch,
         servers=servers,
         kept=session.data.kept("answers", _DATA["answers"]),
+        team=Alone() if spec.servers else ours,
     )
-    seconds = time.perf_counter() - started
+    return started
+
+
+def _finish_answers(
+    session: Session, path: Path, servers: Sequence[AnswerServer], seconds: float, *, resumed: bool
+) -> None:
     samples = read_answers(path).samples
     facts = _count(samples) | {"seconds": seconds}
     if servers:
         facts["servers"] = [server.engine for server in servers]
         facts["likeness"] = asdict(_compare(session, samples))
     session.finish("answers", facts)
-    say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens, {resumed}in {seconds:.0f} s, {path}")
-    return path
+    part = "the rest of them " if resumed else ""
+    say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens, {part}in {seconds:.0f} s, {path}")
 
 
 def _compare(session: Session, samples: Sequence[Tokenized]) -> Likeness:
@@ -210,20 +234,48 @@ def samples_at_hand(session: Session, count: int) -> list[Tokenized]:
     return load_samples(session, answers_file(session) if finished else None, count)
 
 
-def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
-    """Return the hidden states of `samples`: from a store that is made once, or computed on demand."""
-    recipe, spec = session.recipe, session.recipe.features
-    stored = stored_layers(session)
-    if spec.source == "online":
-        return OnlineSource(session.target, samples, stored, dtype=spec.dtype, batch_tokens=spec.batch_tokens)
-    path = recipe.data_path / "features"
-    inputs = feature_inputs(session, session.upstream("answers"), stored)
+def stored_samples(session: Session) -> StoredSamples | None:
+    """Return the samples of a finished store, which are not tokenized again; None where there is none."""
+    if session.recipe.features.source == "online" or "features" in session.redo:
+        return None
+    inputs, record = (
+        feature_inputs(session, session.upstream("answers"), stored_layers(session)),
+        session.data.record("features"),
+    )
+    if record is None or not session.data.holds("features", inputs):
+        return None
+    for text in record.facts.get("warnings", ()):
+        session.warn(text)
+    return read_index(_features_folder(session)).samples
+
+
+def begin_features(session: Session) -> bool:
+    """Return whether hidden states are to be stored: neither computed on demand nor there."""
+    if session.recipe.features.source == "online":
+        return False
+    inputs = feature_inputs(session, session.upstream("answers"), stored_layers(session))
     _grow(session, "features", inputs, _DATA["features"])
-    if not session.begin("features", inputs):
+    return not session.begin("features", inputs)
+
+
+def features_stage(
+    session: Session, samples: Sequence[Tokenized], *, todo: bool, warnings: Sequence[str] = ()
+) -> FeatureSource:
+    """Return the hidden states of `samples`: from a store that is made once, or computed on demand.
+
+    All processes call it, and share the store's chunks out; only rank 0 needs the samples for that. todo: of `begin_features`, on rank 0.
+    warnings: those about the samples, to be given again with the store."""
+    spec, ours = session.recipe.features, team()
+    if spec.source == "online":
+        return OnlineSource(
+            session.target, samples, stored_layers(session), dtype=spec.dtype, batch_tokens=spec.batch_tokens
+        )
+    path = _features_folder(session)
+    if todo:
         resumed = "the rest of them " if any(path.glob("shard-*.safetensors")) else ""
-        started = time.perf_counter()
+        started, stored = time.perf_counter(), stored_layers(session)
         session.load_layers()
-        extract(
+        store = extract(
             session.target,
             samples,
             path,
@@ -232,15 +284,24 @@ def features_stage(session: Session, samples: list[Tokenized]) -> FeatureSource:
             batch_tokens=spec.batch_tokens,
             shard_bytes=spec.shard_mb * 2**20,
             kept=next((file.parent for file in session.data.kept("features", _DATA["features"])), None),
+            team=ours,
         )
-        seconds = time.perf_counter() - started
-        tokens = sum(len(s.ids) for s in samples)
-        size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
-        read_index(path)  # before earlier ones are removed
-        write_parts(session.target, path / PARTS, stored, final_norm_weight(session.target))
-        session.finish("features", {"tokens": tokens, "seconds": seconds, "bytes": size})
-        say(f"features: {tokens} tokens, {resumed}in {seconds:.0f} s, {path}")
+
+        def finish() -> None:
+            seconds, tokens = time.perf_counter() - started, sum(store.lengths)
+            size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
+            write_parts(session.target, path / PARTS, stored, final_norm_weight(session.target))
+            session.finish(
+                "features", {"tokens": tokens, "seconds": seconds, "bytes": size, "warnings": list(warnings)}
+            )
+            say(f"features: {tokens} tokens, {resumed}in {seconds:.0f} s, {path}")
+
+        ours.tell(finish)  # after the store was opened, before earlier ones are removed
     return FeatureStore(path, fingerprint=session.target.fingerprint, verify=spec.verify)
+
+
+def _features_folder(session: Session) -> Path:
+    return session.recipe.data_path / "features"
 
 
 def feature_inputs(session: Session, answers: str | None, layers: tuple[int, ...]) -> dict[str, Any]:

@@ -4,19 +4,20 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from draftsmith.data.batch import Tokenized
-from draftsmith.data.features.store import FeatureSource
+from draftsmith.data.features.store import FeatureSource, FeatureStore
 from draftsmith.errors import UserError
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.progress import say
 from draftsmith.recipe.record import STAGES
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.data import answers_stage, features_stage, load_samples
+from draftsmith.stages.data import answers_stage, begin_features, features_stage, load_samples, stored_samples
 from draftsmith.stages.evaluation import evaluate_stage
 from draftsmith.stages.exporting import export_stage
-from draftsmith.stages.session import Session, main_process_first
-from draftsmith.stages.training import learned, prepare_training, train_stage, warn_of_untaught
+from draftsmith.stages.session import Session, team
+from draftsmith.stages.training import Start, learned, prepare_training, train_stage, warn_of_untaught
 from draftsmith.train.dashboards import tell_offline, track_results
 from draftsmith.train.meeting import meeting
 from draftsmith.train.process import LAUNCHED, world
@@ -43,7 +44,7 @@ class Made:
     """
 
     answers: Path | None = None
-    samples: list[Tokenized] = field(default_factory=list)
+    samples: Sequence[Tokenized] = ()
     features: FeatureSource | None = None
     head: Path | None = None
     results: list[Path] = field(default_factory=list)
@@ -69,14 +70,10 @@ def _make_stages(session: Session, command: str, show: Callable[[list[Path]], No
             directory.check_aside(stage)
     if "train" in stages and (head := learned(session)):
         made.head, stages = head, stages[stages.index("train") + 1 :]
-    with main_process_first(session.device):
-        if "answers" in stages:
-            made.answers = answers_stage(session)
-        if "features" in stages:
-            made.samples = load_samples(session, made.answers)
-            # First, so that mistakes are found before hidden states are made and an earlier head is removed.
-            start = prepare_training(session, made.samples) if "train" in stages else None
-            made.features = features_stage(session, made.samples)
+    if "answers" in stages:
+        made.answers = answers_stage(session)
+    if "features" in stages:
+        start = _make_features(session, made, training="train" in stages)
     if start is not None and made.features is not None:
         made.head = train_stage(session, start, made.features)
     if "evaluate" in stages or "simulate" in stages:
@@ -91,6 +88,39 @@ def _make_stages(session: Session, command: str, show: Callable[[list[Path]], No
         for line in tell_offline(session.recipe):
             say(line)
     return made
+
+
+def _make_features(session: Session, made: Made, *, training: bool) -> Start | None:
+    """Set `made.samples` and `made.features`, and return what a training begins with. Rank 0 looks at the samples first; the others
+    read them from the store that it makes."""
+    ours, recipe, start = team(), session.recipe, None
+
+    def begin() -> dict[str, Any]:
+        nonlocal start
+        known, before = stored_samples(session), len(session.warnings)
+        made.samples = load_samples(session, made.answers) if known is None else known
+        if ours.size > len(made.samples):
+            raise UserError(
+                f"{ours.size} processes were started for {len(made.samples)} samples, so that some would have none: start fewer, or "
+                "add data."
+            )
+        about = session.warnings[before:]
+        # First, so that mistakes are found before hidden states are made and an earlier head is removed.
+        start = prepare_training(session, made.samples) if training else None
+        digest = None if recipe.answers.regenerate else session.conversations_digest
+        return {"todo": begin_features(session), "conversations": digest, "warnings": about}
+
+    told = ours.tell(begin)
+    if ours.rank and told["conversations"]:
+        session.conversations_digest = told["conversations"]  # which would read all of them
+    if ours.rank and recipe.features.source == "online":
+        made.samples = load_samples(session, made.answers)
+    made.features = features_stage(session, made.samples, todo=told["todo"], warnings=told["warnings"])
+    if isinstance(made.features, FeatureStore):
+        made.samples = made.features.samples
+    if ours.rank and training:
+        start = prepare_training(session, made.samples)
+    return start
 
 
 def _track(session: Session) -> None:

@@ -16,6 +16,7 @@ import draftsmith
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.templates import check_template_keys, check_tokenizer, load_tokenizer
 from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
+from draftsmith.data.team import Alone, Team
 from draftsmith.errors import UserError
 from draftsmith.heads.formats.engines import Again
 from draftsmith.heads.formats.recognise import refuse_head
@@ -303,14 +304,19 @@ def choose_device(named: str) -> str:
             )
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"target.device is {device!r} but torch sees no GPU here: use cpu, or run `draftsmith doctor`.")
-    if device.startswith("cuda:") and here.size == 1:
-        # Accelerate takes the current device, whatever the recipe says.
+    if device.startswith("cuda:"):
+        # Accelerate takes the current device, whatever the recipe says, and pinned memory belongs to it.
         torch.cuda.set_device(device)
     if device == "cpu":
         keep_freed_memory()
         # DeepSpeed, which Accelerate imports, warns where it finds no GPU by itself.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return device
+
+
+def team() -> Team:
+    """Return the processes that share the work of this command."""
+    return meeting() or Alone()
 
 
 @contextmanager

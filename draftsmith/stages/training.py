@@ -1,6 +1,6 @@
 """The stage that trains the head: its initial weights, the split of the samples, and the settings it depends on."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Start:
         return {**counts, "coverage": covered}
 
 
-def prepare_training(session: Session, samples: list[Tokenized]) -> Start:
+def prepare_training(session: Session, samples: Sequence[Tokenized]) -> Start:
     """Split the samples, choose the draft vocabulary and make the head. Raises UserError for what cannot be trained."""
     train, heldout = split_samples(session, samples)
     warm = load_warm(session.recipe, session.target)
@@ -178,7 +178,7 @@ def train_inputs(session: Session, made: Mapping[str, str | None] | None = None)
     }
 
 
-def split_samples(session: Session, samples: list[Tokenized]) -> tuple[list[int], list[int]]:
+def split_samples(session: Session, samples: Sequence[Tokenized]) -> tuple[list[int], list[int]]:
     """Leave out samples that do not fit a row; return the indices of the training samples and of the held-out ones."""
     recipe = session.recipe
     fits = [i for i, sample in enumerate(samples) if len(sample.ids) <= recipe.train.row_tokens]
@@ -204,7 +204,7 @@ def always_drafted(session: Session) -> list[int]:
 
 
 def pick_draft_vocab(
-    session: Session, samples: list[Tokenized], train: list[int], given: Tensor | None = None
+    session: Session, samples: Sequence[Tokenized], train: list[int], given: Tensor | None = None
 ) -> Tensor | None:
     """Choose the draft vocabulary [W] from the training answers, unless one is `given`; None for the whole vocabulary."""
     size = draft_vocab_size_of(session.head_options)

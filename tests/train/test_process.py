@@ -76,8 +76,8 @@ def test_places_that_cannot_be_are_refused(
         world()
 
 
-@pytest.mark.parametrize("command", ["run", "regenerate", "extract", "evaluate", "export"])
-def test_only_training_takes_several_processes(
+@pytest.mark.parametrize("command", ["run", "evaluate", "export", "inspect"])
+def test_only_data_and_training_take_several_processes(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     set_all(monkeypatch, TWO)

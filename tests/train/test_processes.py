@@ -17,6 +17,7 @@ import pytest
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from safetensors.torch import load_file
 
 from draftsmith.cli.main import main
 from draftsmith.heads.registry import methods
@@ -119,8 +120,10 @@ def _run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return make_run(tmp_path_factory.mktemp("launched"))
 
 
-def launch(run: TinyRun, name: str, file: Path = TWO_CPUS, extra: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    words = ["train", *run.words(name), *OFTEN, *extra, "--launch", str(file)]
+def launch(
+    run: TinyRun, name: str, file: Path = TWO_CPUS, extra: tuple[str, ...] = (), command: str = "train"
+) -> subprocess.Popen[str]:
+    words = [command, *run.words(name), *OFTEN, *extra, "--launch", str(file)]
     return subprocess.Popen(
         [sys.executable, "-m", "draftsmith.cli.main", *words], stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -140,6 +143,42 @@ def sentences(said: str) -> list[str]:
 
 def descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
+
+
+def test_answers_and_hidden_states_are_made_by_all(run: TinyRun) -> None:
+    """In chunks, with the bytes of one process; then training goes on in the same processes, without tokenizing again."""
+    small = ["--answers.batch", "2", "--features.batch_tokens", "64"]
+    assert main(["extract", *run.words("alone"), *small]) == 0
+    started = launch(run, "shared", extra=tuple(small), command="extract")
+    _, said = started.communicate(timeout=300)
+    assert started.returncode == 0, said
+    assert not sentences(said)
+    files = [
+        {
+            file.name: file.read_bytes()
+            for folder in (made, made / "features")
+            for file in folder.iterdir()
+            if file.suffix != ".json" and file.is_file()
+        }
+        for made in (run.folder / name for name in ("alone", "shared"))
+    ]
+    assert files[0] == files[1]
+    assert {"answers.jsonl", "ids.bin", "shard-00000.safetensors"} <= files[0].keys()
+    assert main(["train", *run.words("alone"), *small, "--train.accumulation", "2"]) == 0
+    started = launch(run, "shared", extra=tuple(small))
+    _, said = started.communicate(timeout=300)
+    assert started.returncode == 0, said
+    heads = [load_file(run.folder / name / "train" / "best" / "model.safetensors") for name in ("alone", "shared")]
+    assert all(float((heads[1][key] - value).abs().max()) < 5e-5 for key, value in heads[0].items())
+
+
+def test_more_processes_than_samples_are_refused_and_nothing_is_lost(run: TinyRun) -> None:
+    started = launch(run, "few", extra=("--data.limit", "1"), command="extract")
+    _, said = started.communicate(timeout=300)
+    assert started.returncode == 2, said
+    (sentence,) = sentences(said)
+    assert "2 processes were started for 1 samples" in sentence
+    assert main(["extract", *run.words("few"), "--data.limit", "1"]) == 0
 
 
 def test_sigterm_saves_a_checkpoint_from_which_one_process_goes_on(run: TinyRun) -> None:

@@ -84,6 +84,7 @@ def load_target(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
     gpus: int = 1,
+    tensor_parallel: int = 1,
 ) -> "Target":
     """Return a frozen target, checked to be one that the decoder serves exactly.
 
@@ -94,6 +95,8 @@ def load_target(
         attn_implementation: attention code of transformers, "sdpa" or "eager".
         trust_remote_code: run code that comes with the checkpoint.
         gpus: GPUs from `device` on that its layers are spread over, for a target larger than one.
+        tensor_parallel: processes that share every layer, as many as `torchrun` has started; all of them call everything alike, and
+            each has the states, logits and answers.
 
     Raises:
         UserError: the path, file or architecture cannot be used, or the folder is a draft head's.
@@ -110,6 +113,7 @@ def load_target(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         gpus=gpus,
+        tensor_parallel=tensor_parallel,
     )
     check_decoding(target)
     return target

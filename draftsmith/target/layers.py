@@ -1,9 +1,10 @@
-"""The decoder layers of a target: where they are in its modules, and on which GPUs."""
+"""The decoder layers of a target: where they are in its modules, on which GPUs, and how several processes share them."""
 
+import os
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from draftsmith.errors import UserError
@@ -63,3 +64,33 @@ def spread(path: str, config: Any, first: torch.device, count: int, trust_remote
         places[names[layer]] = torch.device("cuda", start + index)
         before += size
     return places
+
+
+def share(path: str, config: Any, processes: int) -> Any:
+    """Return what tells transformers to split every layer over the processes that were started.
+
+    Raises UserError where another number of them was started, and for a target that cannot be split so.
+    """
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) != processes:
+        raise UserError(
+            f"tensor_parallel is {processes}, but {started} process{'es were' if started > 1 else ' was'} started: start "
+            f"{processes}, such as with `torchrun --nproc_per_node {processes}`."
+        )
+    text, cannot = config.get_text_config(decoder=True), f"The target {path} cannot be split over {processes} processes"
+    if not getattr(text, "base_model_tp_plan", None):
+        raise UserError(
+            f"{cannot}: transformers has no plan for models of type {text.model_type!r}; spread its layers over GPUs instead (gpus)."
+        )
+    heads = text.num_attention_heads
+    groups = getattr(text, "num_key_value_heads", None) or heads
+    if odd := next((n for n in (heads, groups) if n % processes), None):
+        what = "query heads" if odd == heads else "key/value heads"
+        raise UserError(f"{cannot}: its {odd} {what} are no multiple of that; take a divisor of {odd}.")
+    from transformers.distributed import DistributedConfig
+
+    return DistributedConfig(tp_size=processes)
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """Return a weight, whole where it is shared by several processes, all of which call this."""
+    return weight.full_tensor().detach() if hasattr(weight, "full_tensor") else weight

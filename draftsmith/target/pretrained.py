@@ -37,7 +37,7 @@ from draftsmith.target.config import (
 from draftsmith.target.folder import TOKENIZER_FILES, read_directory, read_eos_ids, weight_files
 from draftsmith.target.gguf_file import is_gguf, model_folder, open_gguf
 from draftsmith.target.kernels import GROUPED
-from draftsmith.target.layers import spread
+from draftsmith.target.layers import share, spread
 
 if TYPE_CHECKING:
     from draftsmith.target.target import Target
@@ -77,6 +77,7 @@ def open_model(
     attn_implementation: str,
     trust_remote_code: bool,
     gpus: int = 1,
+    tensor_parallel: int = 1,
 ) -> OpenedModel:
     """Load a causal language model from a local folder, a Hub name or a GGUF file; never pickled weights.
 
@@ -107,13 +108,14 @@ def open_model(
     places = None if where.type == "cpu" and quantized is None else {"": where}
     if gpus > 1:
         places = spread(path, config, where, gpus, trust_remote_code)
+    shared = {} if tensor_parallel == 1 else {"distributed_config": share(path, config, tensor_parallel)}
     smaller = {"out of memory": ", or take a device with more free memory"}
     with foreign_code(f"Cannot load the target {path}", how_to_read(quantized), smaller):
         model, info = AutoModelForCausalLM.from_pretrained(
             source,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attention,
-            device_map=places,
+            **(shared or {"device_map": places}),
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # told by `check_taken`, by name

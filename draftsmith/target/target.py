@@ -21,7 +21,7 @@ from draftsmith.progress import say
 from draftsmith.target.folder import eos_ids_of, fingerprint_directory
 from draftsmith.target.identity import TargetIdentity, identify_directory
 from draftsmith.target.kernels import fuse_norms, linear, pack_linears, without_autocast
-from draftsmith.target.layers import find_decoder, find_layers
+from draftsmith.target.layers import find_decoder, find_layers, gathered
 from draftsmith.target.plain_pass import PlainPass
 from draftsmith.target.pretrained import check_target, open_model
 
@@ -137,7 +137,12 @@ class Target:
                 f"The model of type {model.config.model_type!r} has no output projection (lm_head), so it cannot be a "
                 "target: choose a causal language model."
             )
-        self.head = TargetHead(projection.weight, getattr(projection, "bias", None))
+        embedding, bias = model.get_input_embeddings().weight, getattr(projection, "bias", None)
+        # Of a model that several processes share, each has these two whole.
+        self._embedding = gathered(embedding)
+        tied = projection.weight is embedding
+        weight = self._embedding if tied else gathered(projection.weight)
+        self.head = TargetHead(weight, None if bias is None else gathered(bias))
         self.vocab_size: int = self.head.vocab_size
         self._layers = find_layers(self.decoder, self.num_layers, self.model_type)
         if self.device.type == "cuda":
@@ -168,7 +173,7 @@ class Target:
     @property
     def embedding(self) -> Tensor:
         """[V, Ht] the raw input embedding weight (architectures that scale embeddings do so after the lookup)."""
-        return self.model.get_input_embeddings().weight
+        return self._embedding
 
     @property
     def weight_bytes(self) -> int:
@@ -323,6 +328,7 @@ def load_target(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
     gpus: int = 1,
+    tensor_parallel: int = 1,
 ) -> Target:
     """Open a causal language model and check that it can be a target.
 
@@ -336,6 +342,7 @@ def load_target(
         attn_implementation: of transformers; a class that has no "sdpa" gets "eager".
         trust_remote_code: run code that comes with the model.
         gpus: GPUs from `device` on that its layers are spread over; its states meet on the first.
+        tensor_parallel: processes that share every layer; all of them call everything alike.
 
     Raises:
         UserError: for a path, file or architecture that cannot be used.
@@ -347,6 +354,7 @@ def load_target(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         gpus=gpus,
+        tensor_parallel=tensor_parallel,
     )
     if opened.beside:
         say(f"warning: {opened.beside}.")

@@ -22,7 +22,7 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods
 from draftsmith.target.pretrained import probe_ids
 from draftsmith.target.target import Target
-from tests.gpu.support import LAYERS, make_head, make_texts
+from tests.gpu.support import LAYERS, OPTIONS, make_texts
 
 
 def look(target: Target, folder: Path) -> dict[str, Any]:
@@ -31,7 +31,8 @@ def look(target: Target, folder: Path) -> dict[str, Any]:
     output, samples = target.forward(probe_ids(target), layer_ids=LAYERS), make_texts(6, 10)
     online, store = OnlineSource(target, samples, LAYERS), extract(target, samples, folder, layer_ids=LAYERS)
     batch = collate([online.get_many([0, 1]), online.get_many([2, 3, 4, 5])], 100).to(target.device)
-    head = make_head(target, "eagle3").eval()
+    torch.manual_seed(0)
+    head = methods()["eagle3"].build(OPTIONS["eagle3"], target, None).eval()
     loss = head_loss(head(batch, 3), batch, target.head, head.draft_vocab, LossSpec()).loss_sum
     loss.backward()
     found = [output.aux, output.last, batch.aux, batch.last, loss.detach()]

@@ -131,7 +131,8 @@ class HeadCost:
         batch = _text(target, self.aux_layers, prompt, answer)
         target.head.logits(batch.last, head.draft_vocab)  # which keeps its rows of the draft vocabulary
         with _Meter(getattr(head, "window", None) or self._window) as meter:
-            with _Autocast() as autocast:
+            # On the CPU's tensors, for what asks whether it is on.
+            with _Autocast() as autocast, torch.autocast("cpu", torch.bfloat16):
                 output = head(batch, head.trains.steps)
             forward, products = meter.most, meter.products
             with _Mixed():
@@ -146,7 +147,7 @@ class HeadCost:
                     ready, alive = gradients_ready(scored.loss_sum), meter.alive
                     most.append(meter.most - alive)
                     del scored
-        copies = sum(copy.untyped_storage().nbytes() for _, copy in autocast.copies.values())
+        copies = sum(copy.untyped_storage().nbytes() for _, copy in autocast.copies.values()) + autocast.copied
         # Of a few rows there is one piece alone.
         per_logit = most[0] / whole if whole == half else max(0.0, (most[0] - most[1]) / (whole - half))
         return TextCost(
@@ -237,14 +238,26 @@ class _Meter(TorchDispatchMode):
         each pair of tokens forward and five backward."""
         if func in _FACTORS:
             left, right = args[_FACTORS[func]], args[_FACTORS[func] + 1]
-            self.products += 2 * out.numel() * left.shape[-1] * (1 + left.requires_grad + right.requires_grad)
+            self.products += 2 * out.numel() * left.shape[-1] * (1 + _learns(left) + _learns(right))
         elif func is aten._scaled_dot_product_flash_attention_for_cpu.default:
             texts, heads, length, size = args[0].shape
             window = length if kwargs.get("attn_mask") is None else min(self.window or length, length)
             self.attention += 7 * 2 * texts * heads * size * (window * length - window**2 / 2)
 
 
-_FACTORS = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten._grouped_mm.default: 0}
+def _learns(x: Tensor) -> bool:
+    """Whether a factor needs a gradient, or is a view of one that does."""
+    return x.requires_grad or (x._base is not None and x._base.requires_grad)
+
+
+_FACTORS = {
+    aten.mm.default: 0,
+    aten.mm.out: 0,
+    aten.bmm.default: 0,
+    aten.addmm.default: 1,
+    aten.addmm.out: 1,
+    aten._grouped_mm.default: 0,
+}
 """Products, and where the first of their two factors stands among the arguments."""
 
 
@@ -265,10 +278,14 @@ class _Autocast(_Mixed):
         super().__init__()
         self.copies: dict[int, tuple[Tensor, Tensor]] = {}
         """Weights and their copies, by the ids of the weights."""
+        self.copied = 0
+        """Bytes of other copies, which heads make themselves."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HALF:
             args, kwargs = tree_map_only(Tensor, self._half, (args, kwargs or {}))
+        if func is Tensor.copy_ and isinstance(args[1], nn.Parameter):
+            self.copied += args[0].nbytes
         if func in _OF_GPUS:
             return _OF_GPUS[func](*args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)

@@ -217,7 +217,7 @@ class BlockHead(DraftHead):
             k_RSGD, v_RSGD = attention.key_value(y_RSH)
             own_k, own_v = (x.transpose(0, 1) for x in (rotate(k_RSGD, *rotation), v_RSGD))
             q = q_RSND.unflatten(2, (G, -1)).transpose(1, 2).flatten(1, 3)
-            out = ttt_attention(q, k_BLGD, v_BLGD, own_k, own_v, plan, attention.head_dim**-0.5)
+            out = ttt_attention(q, k_BLGD, v_BLGD, (own_k,), (own_v,), plan, attention.head_dim**-0.5)
             out_RSND = out.unflatten(1, (G, S, -1)).transpose(1, 2).flatten(2, 3)
             x_RSH = layer.layer_output(out_RSND, x_RSH)
         return x_RSH

@@ -10,6 +10,7 @@ t (the context keys), which are made of the target's states as in decoding, and 
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,8 +20,11 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, shift_left
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, EagleLayer, PlainLayer, Rotary
-from draftsmith.heads.layers.training_pass import TrainingPass
+from draftsmith.heads.layers.training_pass import LayerInput, TrainingPass
 from draftsmith.heads.plan import Plan, plan_queries
+
+Reader = Callable[[Tensor, int, Tensor], LayerInput]
+"""(flat index of rows, number of the step, their hidden states) -> what they read at that step."""
 
 
 class EagleHead(DraftHead):
@@ -81,24 +85,33 @@ class EagleHead(DraftHead):
         hidden_BLH = self.initial_hidden(batch.aux, batch.last)
         hidden_BLH = self.perturb(hidden_BLH, batch) if self.training else hidden_BLH
         passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, queries, num_steps, self.window)
-        out_RH, steps = self.first_step(batch, hidden_BLH, passing), []
+        read = self.reader(batch, passing, num_steps)
+        out_RH, steps = self.first_step(read, hidden_BLH, passing), []
         for step, (rows, counted) in enumerate(zip(plan.rows, plan.among, strict=True)):
             if step:
-                tokens_R = shift_left(batch.ids, 1 + step, 0).flatten()[queries.rows]
-                out_RH = passing.step(step, *self.layer_input(self._embed(tokens_R), self.feedback(out_RH)))
+                out_RH = passing.step(step, read(queries.rows, step, self.feedback(out_RH)))
             states = out_RH[counted]
             steps.append(StepOutput(step, rows, states, self.logits, self.feature(states)))
         return HeadOutput(tuple(steps))
 
-    def first_step(self, batch: TrainBatch, hidden_BLH: Tensor, passing: TrainingPass) -> Tensor:
+    def reader(self, batch: TrainBatch, passing: TrainingPass, num_steps: int) -> Reader:
+        """Return what makes the first layer's input of `num_steps` steps of a pass."""
+
+        def read(rows: Tensor, step: int, hidden: Tensor) -> LayerInput:
+            tokens = shift_left(batch.ids, 1 + step, 0).flatten()[rows]
+            return LayerInput(*self.layer_input(self._embed(tokens), hidden))
+
+        return read
+
+    def first_step(self, read: Reader, hidden_BLH: Tensor, passing: TrainingPass) -> Tensor:
         """Return the output [R, H] of step 0 from its hidden state, and let `passing` keep the context keys for later
         steps."""
-        tokens_BL, rows = shift_left(batch.ids, 1, 0), passing.plan.rows
-        lower = passing.context_keys(*self.layer_input(self._embed(tokens_BL), hidden_BLH))
+        rows, hidden_TH = passing.plan.rows, hidden_BLH.flatten(0, 1)
+        lower = passing.context_keys(read(torch.arange(len(hidden_TH), device=rows.device), 0, hidden_TH))
         if lower is not None:
-            return passing.first(*self.stack[1][-1].layer_input(lower[rows]))
+            return passing.first(LayerInput(*self.stack[1][-1].layer_input(lower[rows])))
         # Computed again for the few rows: that keeps less for the backward pass than the input of all tokens.
-        return passing.first(*self.layer_input(self._embed(tokens_BL.flatten()[rows]), hidden_BLH.flatten(0, 1)[rows]))
+        return passing.first(read(rows, 0, hidden_TH[rows]))
 
     def layer(
         self, tokens: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate, mask: Tensor | None

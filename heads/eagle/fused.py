@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.heads.base import Drafts, Reads, Trains, layer_ids_of
 from draftsmith.heads.eagle import DraftShape
-from draftsmith.heads.eagle.base import EagleHead
+from draftsmith.heads.eagle.base import EagleHead, Reader
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, PlainLayer, Rotary
 from draftsmith.heads.layers.from_target import derive_layer_config, start_norm
+from draftsmith.heads.layers.shared import Rows, Shared
+from draftsmith.heads.layers.training_pass import LayerInput, TrainingPass
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.pretrained import probe_ids
 from draftsmith.target.target import Target, steady_positions
@@ -107,6 +110,23 @@ class FusedHead(EagleHead):
         layer = self.layers[0]
         assert isinstance(layer, Eagle3Layer)
         return layer.layer_input(embedded, hidden)
+
+    def reader(self, batch: TrainBatch, passing: TrainingPass, num_steps: int) -> Reader:
+        """Return what makes the first layer's input: a token's part of queries, keys and values is computed once for all steps, where
+        they read more tokens in all than the batch has."""
+        if num_steps * len(passing.plan.rows) < batch.ids.numel():
+            return super().reader(batch, passing, num_steps)
+        layer, width = self.layers[0], self.config.hidden_size
+        assert isinstance(layer, Eagle3Layer)
+        normed_TH = layer.input_layernorm(self._embed(batch.ids.flatten()))
+        table = Shared(passing.heads(normed_TH, columns=slice(width)))
+
+        def read(rows: Tensor, step: int, hidden: Tensor) -> LayerInput:
+            # Behind a text's end any token serves: no row that counts reads it.
+            tokens = (rows + 1 + step).clamp_max(batch.ids.numel() - 1)
+            return LayerInput(*layer.hidden_input(hidden), Rows(table, tokens), slice(width, None))
+
+        return read
 
     def logits(self, out: Tensor) -> Tensor:
         """The last layer's output [..., H] -> draft logits [..., W]."""
@@ -209,9 +229,13 @@ class Eagle3Layer(EagleLayer):
 
     def layer_input(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Two of [..., H] -> the attention's input [..., 2H] and the residual [..., H]."""
+        normed, residual = self.hidden_input(hidden)
+        return torch.cat([self.input_layernorm(embedded), normed], -1), residual
+
+    def hidden_input(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the hidden half of the attention's input and the residual, each [..., H]."""
         normed = self.hidden_norm(hidden)
-        x = torch.cat([self.input_layernorm(embedded), normed], -1)
-        return x, normed if self.norm_before_residual else hidden
+        return normed, normed if self.norm_before_residual else hidden
 
 
 class LowRankLinear(nn.Module):

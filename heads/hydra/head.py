@@ -38,7 +38,7 @@ from draftsmith.heads.hydra import HydraOptions
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, PlainLayer, Rotary
 from draftsmith.heads.layers.from_target import derive_layer_config, embedding_scale, sizes
 from draftsmith.heads.layers.row_plan import RowPlan
-from draftsmith.heads.layers.training_pass import TrainingPass
+from draftsmith.heads.layers.training_pass import LayerInput, TrainingPass
 from draftsmith.heads.plan import Plan, plan_queries
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, TargetHead
@@ -107,10 +107,11 @@ class PrefixLayer(nn.Module):
 
     def rows(self, batch: TrainBatch, plan: RowPlan) -> Tensor:
         """Return the outputs [R, H] of the query rows, each having seen its document up to itself."""
-        given = self._layer.layer_input(batch.last.to(self._layer.self_attn.q_proj.weight.dtype))
+        last_TH = batch.last.flatten(0, 1).to(self._layer.self_attn.q_proj.weight.dtype)
+        given = LayerInput(*self._layer.layer_input(last_TH))
         passing = TrainingPass(self._layer, (), self.rotary_emb, batch.position, plan, steps=1)
-        passing.context_keys(*given)
-        return self.norm(passing.first(*(x.flatten(0, 1)[plan.rows] for x in given)))
+        passing.context_keys(given)
+        return self.norm(passing.first(given.select(plan.rows)))
 
     def step(
         self, last_BnH: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate, mask: Tensor | None

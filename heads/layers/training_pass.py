@@ -7,40 +7,82 @@ D head size, S steps so far.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.heads.layers.decoder_layer import EagleLayer, PlainLayer, Rotary, rotate
+from draftsmith.heads.layers.decoder_layer import EagleLayer, PlainLayer, Rotary
 from draftsmith.heads.layers.row_plan import RowPlan
+from draftsmith.heads.layers.shared import Rows, SharedLinear, gated, turn
 from draftsmith.heads.layers.ttt_attention import ttt_attention
 
 
 @dataclass(frozen=True)
+class LayerInput:
+    """What a layer reads: x [..., X], the attention's input, and the residual [..., H].
+
+    start: what queries, keys and values are without x, where that is known already; x then stands for the weights' `columns` alone.
+    """
+
+    x: Tensor
+    residual: Tensor
+    start: Rows | None = None
+    columns: slice = field(default_factory=lambda: slice(None))
+
+    def select(self, rows: Tensor) -> "LayerInput":
+        """Return what some of the rows read."""
+        start = None if self.start is None else Rows(self.start.table, self.start.index[rows])
+        return LayerInput(self.x[rows], self.residual[rows], start, self.columns)
+
+
+@dataclass(frozen=True)
 class _Keys:
-    """One layer's keys and values: context_k, context_v [B, L, G, D] of step 0; own_k, own_v [S, R, G, D] of later
-    steps."""
+    """One layer's keys and values: context_k, context_v [B, L, G, D] of step 0; own_k, own_v [1, R, G, D] of each later
+    step."""
 
     context_k: Tensor
     context_v: Tensor
-    own_k: Tensor
-    own_v: Tensor
-
-    @classmethod
-    def context(cls, k_BLGD: Tensor, v_BLGD: Tensor, rows: int) -> "_Keys":
-        """Return the keys of step 0 alone, for so many rows."""
-        return cls(k_BLGD, v_BLGD, *(x.new_empty(0, rows, *x.shape[2:]) for x in (k_BLGD, v_BLGD)))
+    own_k: tuple[Tensor, ...] = ()
+    own_v: tuple[Tensor, ...] = ()
 
     def add(self, k_RGD: Tensor, v_RGD: Tensor) -> "_Keys":
         """Return the keys with those of one more step."""
-        own_k, own_v = torch.cat([self.own_k, k_RGD[None]]), torch.cat([self.own_v, v_RGD[None]])
-        return _Keys(self.context_k, self.context_v, own_k, own_v)
+        return _Keys(self.context_k, self.context_v, (*self.own_k, k_RGD[None]), (*self.own_v, v_RGD[None]))
 
     def narrow(self, kept: Tensor) -> "_Keys":
         """Return the keys of some of the rows."""
-        return _Keys(self.context_k, self.context_v, self.own_k[:, kept], self.own_v[:, kept])
+        own_k, own_v = (tuple(x[:, kept] for x in own) for own in (self.own_k, self.own_v))
+        return _Keys(self.context_k, self.context_v, own_k, own_v)
+
+
+class _Layer:
+    """A decoder layer in one pass, whose weights all steps share."""
+
+    def __init__(self, layer: EagleLayer) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.layer, self.activation = layer, mlp.act_fn
+        self.heads = SharedLinear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out, self.gate_up = SharedLinear(attention.o_proj), SharedLinear(mlp.gate_proj, mlp.up_proj)
+        self.down = SharedLinear(mlp.down_proj)
+        self.head_dim = attention.head_dim
+        self.sizes = [n // attention.head_dim for n in self.heads.sizes]
+
+    def attend(self, given: LayerInput, cos_sin: tuple[Tensor, Tensor], first: int, end: int) -> list[Tensor]:
+        """Return queries (0), keys (1) and values (2) from the first of these to before the end, [R, heads, D],
+        rotated, of as many rows as have cosines and sines."""
+        places = [0, *accumulate(self.heads.sizes)]
+        x = self.heads(given.x, slice(places[first], places[end]), given.columns, given.start)
+        heads = x.unflatten(-1, (-1, self.head_dim)).expand(len(cos_sin[0]), -1, -1)
+        sizes = [n if first <= i < end else 0 for i, n in enumerate(self.sizes)]
+        return list(turn(heads, *cos_sin, sizes))[first:end]
+
+    def output(self, attended_RND: Tensor, residual_RH: Tensor) -> Tensor:
+        """Return the layer's output [R, H]."""
+        residual_RH = residual_RH + self.out(attended_RND.flatten(-2))
+        normed_RH = self.layer.post_attention_layernorm(residual_RH)
+        return residual_RH + self.down(gated(self.gate_up(normed_RH), self.activation))
 
 
 class TrainingPass:
@@ -62,57 +104,66 @@ class TrainingPass:
     ) -> None:
         if window is not None and steps > window:
             raise UserError(f"Drafts of {steps} tokens do not fit into head.sliding_window {window}: draft fewer.")
-        self.first_layer, self.above = first, above
+        self.above, self.layers = above, [_Layer(layer) for layer in (first, *above)]
         self.rotary, self.position_BL = rotary, position_BL
         self.plan, self.window = plan, window
         self._keys: list[_Keys] = []
-        self._like = torch.empty(0)
+        self._like = self.layers[0].heads.parts[0]
 
-    def context_keys(self, x_BLX: Tensor, residual_BLH: Tensor) -> Tensor | None:
-        """Compute the keys of step 0 from the first layer's input of all tokens. Return the input of the last layer, [B*L, H],
+    @property
+    def heads(self) -> SharedLinear:
+        """The first layer's product of queries, keys and values."""
+        return self.layers[0].heads
+
+    def context_keys(self, given: LayerInput) -> Tensor | None:
+        """Compute the keys of step 0 from the first layer's input of all tokens, [B*L, ...]. Return the input of the last layer, [B*L, H],
         zeros at tokens that no query row sees; None where there is one layer alone."""
-        k_BLGD, v_BLGD = self.first_layer.self_attn.key_value(x_BLX)
-        k_BLGD, shape, rows = rotate(k_BLGD, *self.rotary(k_BLGD, self.position_BL)), k_BLGD.shape, len(self.plan.rows)
-        self._like, self._keys = k_BLGD, [_Keys.context(k_BLGD, v_BLGD, rows)]
+        shape = (*self.position_BL.shape, self.layers[0].sizes[1], self.layers[0].head_dim)
+        cos, sin = self.rotary(self._like, self.position_BL)
+        k, v = self.layers[0].attend(given, (cos.flatten(0, 1), sin.flatten(0, 1)), 1, 3)
+        self._keys = [_Keys(k.view(shape), v.view(shape))]
         if not self.above:
             return None
         plan = self.plan.context.within(self.window)
-        x, residual = (y.flatten(0, 1)[plan.rows] for y in (x_BLX, residual_BLH))
-        cos_sin, layer = self._cos_sin(plan.rows), self.first_layer
-        for following in self.above:
-            seen = _Keys.context(self._keys[-1].context_k, self._keys[-1].context_v, len(plan.rows))
-            hidden_TH = _run(layer, x, residual, cos_sin, seen, plan)
-            x, residual = following.layer_input(hidden_TH)
-            k_TGD, v_TGD = following.self_attn.key_value(x)
-            k_BLGD = _spread(rotate(k_TGD, *cos_sin), plan.rows, shape)
-            self._keys.append(_Keys.context(k_BLGD, _spread(v_TGD, plan.rows, shape), rows))
-            layer = following
+        cos_sin, inner = self._cos_sin(plan.rows), given.select(plan.rows)
+        for number, (layer, following) in enumerate(zip(self.layers, self.layers[1:], strict=False)):
+            hidden_TH = self._run(layer, inner, cos_sin, self._keys[-1], plan)
+            inner = LayerInput(*self.above[number].layer_input(hidden_TH))
+            k_TGD, v_TGD = following.attend(inner, cos_sin, 1, 3)
+            self._keys.append(_Keys(_spread(k_TGD, plan.rows, shape), _spread(v_TGD, plan.rows, shape)))
         return _spread(hidden_TH, plan.rows, (*shape[:2], hidden_TH.shape[-1])).flatten(0, 1)
 
-    def first(self, x_RX: Tensor, residual_RH: Tensor) -> Tensor:
+    def first(self, given: LayerInput) -> Tensor:
         """Return the last layer's output [R, H] of step 0 from that layer's input."""
         cos_sin, plan = self._cos_sin(self.plan.rows), self.plan.within(self.window)
-        return _run(
-            self.above[-1] if self.above else self.first_layer, x_RX, residual_RH, cos_sin, self._keys[-1], plan
-        )
+        return self._run(self.layers[-1], given, cos_sin, self._keys[-1], plan)
 
-    def step(self, step: int, x_RX: Tensor, residual_RH: Tensor) -> Tensor:
+    def step(self, step: int, given: LayerInput) -> Tensor:
         """Return the last layer's output [R, H] of step 1, 2, ... from the first layer's input ([1, ...] where every row has
         the same)."""
         cos_sin = self._cos_sin(self.plan.rows, step)
-        out_RH = self._step(0, self.first_layer, x_RX, residual_RH, cos_sin, step)
+        out_RH = self._step(0, given, cos_sin, step)
         for number, layer in enumerate(self.above, 1):
-            out_RH = self._step(number, layer, *layer.layer_input(out_RH), cos_sin, step)
+            out_RH = self._step(number, LayerInput(*layer.layer_input(out_RH)), cos_sin, step)
         return out_RH
 
-    def _step(
-        self, number: int, layer: EagleLayer, x: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor], step: int
+    def _step(self, number: int, given: LayerInput, cos_sin: tuple[Tensor, Tensor], step: int) -> Tensor:
+        layer, plan = self.layers[number], self.plan.within(None if self.window is None else self.window - step)
+        q, k, v = layer.attend(given, cos_sin, 0, 3)
+        self._keys[number] = self._keys[number].add(k, v)
+        return self._attended(layer, q, given.residual, self._keys[number], plan)
+
+    def _run(
+        self, layer: _Layer, given: LayerInput, cos_sin: tuple[Tensor, Tensor], keys: _Keys, plan: RowPlan
     ) -> Tensor:
-        k, v = layer.self_attn.key_value(x)
-        k_RGD = rotate(k, *cos_sin)
-        self._keys[number] = self._keys[number].add(k_RGD, v.expand_as(k_RGD))
-        plan = self.plan.within(None if self.window is None else self.window - step)
-        return _run(layer, x, residual, cos_sin, self._keys[number], plan)
+        """Return the output of one layer for the rows of `plan`, which see these keys."""
+        (q_RND,) = layer.attend(given, cos_sin, 0, 1)
+        return self._attended(layer, q_RND, given.residual, keys, plan)
+
+    def _attended(self, layer: _Layer, q_RND: Tensor, residual_RH: Tensor, keys: _Keys, plan: RowPlan) -> Tensor:
+        scale = layer.head_dim**-0.5
+        attended = ttt_attention(q_RND, keys.context_k, keys.context_v, keys.own_k, keys.own_v, plan, scale)
+        return layer.output(attended, residual_RH)
 
     def narrow(self, plan: RowPlan, kept: Tensor) -> None:
         """Continue with the query rows of `plan` alone, which stand at `kept` among those so far."""
@@ -123,15 +174,6 @@ class TrainingPass:
         """Return RoPE cosines and sines [R, D] of the rows' positions at a step, in the dtype of the keys."""
         cos, sin = self.rotary(self._like, self.position_BL.flatten()[rows][None] + step)
         return cos[0], sin[0]
-
-
-def _run(
-    layer: EagleLayer, x: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor], keys: _Keys, plan: RowPlan
-) -> Tensor:
-    """Return the output of one layer for the rows of `plan`, which see these keys."""
-    q_RND, scale = rotate(layer.self_attn.query(x), *cos_sin), layer.self_attn.head_dim**-0.5
-    attended = ttt_attention(q_RND, keys.context_k, keys.context_v, keys.own_k, keys.own_v, plan, scale)
-    return layer.layer_output(attended, residual)
 
 
 def _spread(x_T: Tensor, rows: Tensor, shape: Sequence[int]) -> Tensor:

@@ -15,6 +15,7 @@ faster than packed rows with a document mask, for documents of 64 to 512 tokens)
 documents end to end, in bf16 or fp16.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -39,6 +40,10 @@ _ARGUMENTS = {
 _OPTIONS = {"scale", "window_size_left", "window_size_right"}
 
 
+Own = Sequence[Tensor]
+"""Diagonal keys or values [S, R, G, D], in any number of parts."""
+
+
 @dataclass(frozen=True)
 class Attended:
     """out_RHD: the attention's output. lse_RH: fp32, the log-sum-exp of the scores."""
@@ -57,38 +62,39 @@ class Gradients:
 
 
 def ttt_attention(
-    q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, plan: RowPlan, scale: float
+    q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, own_k: Own, own_v: Own, plan: RowPlan, scale: float
 ) -> Tensor:
     """Return [R, H, D]: every query row's attention over its document so far and its own diagonal keys.
 
-    q_RHD: queries of `plan.rows`. k_BLGD, v_BLGD: keys and values of step 0 (context keys), all rows. k_SRGD, v_SRGD:
-    those of steps 1..S of each query row (S may be 0). All are rotated already; `scale` multiplies the scores.
+    q_RHD: queries of `plan.rows`. k_BLGD, v_BLGD: keys and values of step 0 (context keys), all rows. own_k, own_v:
+    those of steps 1..S of each query row, [S, R, G, D] in any number of parts (S may be 0). All are rotated already; `scale` multiplies the
+    scores.
     """
-    dtype, inputs = q_RHD.dtype, (q_RHD, k_BLGD, v_BLGD, k_SRGD, v_SRGD)
+    dtype, inputs = q_RHD.dtype, (q_RHD, k_BLGD, v_BLGD, *own_k, *own_v)
     if not len(q_RHD):
         # All inputs still take part, so that every parameter behind them has its gradient of zero.
         return q_RHD + torch.stack([x.sum().to(dtype) for x in inputs[1:]]).sum() * 0
-    if q_RHD.device.type == "cpu":
-        # fp32 whatever the autocast: on CPUs the kernel is faster in it than in bf16 up to about 500 tokens.
-        q, k, v, own_k, own_v = (x.float() for x in inputs)
-        return merged_attention(q, k, v, own_k, own_v, plan, scale).to(dtype)
-    shapes_alone = q_RHD.device.type == "meta"
+    shapes_alone, on_cpu = q_RHD.device.type == "meta", q_RHD.device.type == "cpu"
     # Where no document has two tokens the kernel would choose another layout, and there is nothing to save.
-    if shapes_alone or (why_eager(q_RHD.shape[-1], dtype, q_RHD.device) is None and any(n > 1 for _, n in plan.spans)):
-        q, k, v, own_k, own_v = (x.to(dtype) for x in inputs)
-        return merged_attention(q, k, v, own_k, own_v, plan, scale)
-    return eager_ttt_attention(*inputs, plan, scale)
+    if not (on_cpu or shapes_alone) and (
+        why_eager(q_RHD.shape[-1], dtype, q_RHD.device) is not None or all(n == 1 for _, n in plan.spans)
+    ):
+        return eager_ttt_attention(q_RHD, k_BLGD, v_BLGD, own_k, own_v, plan, scale)
+    # fp32 on a CPU, whatever the autocast: the kernel is faster in it than in bf16 up to about 500 tokens.
+    kernels = torch.float32 if on_cpu else dtype
+    q, k, v, *own = (x.to(kernels) for x in inputs)
+    return merged_attention(q, k, v, own[: len(own_k)], own[len(own_k) :], plan, scale).to(dtype)
 
 
 def merged_attention(
-    q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, plan: RowPlan, scale: float
+    q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, own_k: Own, own_v: Own, plan: RowPlan, scale: float
 ) -> Tensor:
     """Compute `ttt_attention` with a flash kernel, which decides the dtype of all inputs: fp32 on a CPU, half on a GPU."""
-    return _MergedAttention.apply(q_RHD, k_BLGD, v_BLGD, k_SRGD, v_SRGD, plan, scale)
+    return _MergedAttention.apply(plan, scale, q_RHD, k_BLGD, v_BLGD, *own_k, *own_v)
 
 
 def eager_ttt_attention(
-    q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, plan: RowPlan, scale: float
+    q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, own_k: Own, own_v: Own, plan: RowPlan, scale: float
 ) -> Tensor:
     """Compute `ttt_attention` with concatenated scores and one softmax: the oracle, and the way for fp32 on a GPU."""
     B, L, G, _ = k_BLGD.shape
@@ -97,12 +103,20 @@ def eager_ttt_attention(
     q_BLGPD = q_RGPD.new_zeros(B * L, G, H // G, D).index_copy(0, plan.rows, q_RGPD).unflatten(0, (B, L))
     causal_RGPL = torch.einsum("blgpd,bmgd->blgpm", q_BLGPD, k_BLGD).flatten(0, 1)[plan.rows].float() * scale
     causal_RGPL = causal_RGPL.masked_fill(~_visible(plan, L)[:, None, None], -torch.inf)
+    k_SRGD, v_SRGD = _together(own_k, k_BLGD), _together(own_v, v_BLGD)
     diagonal_RGPS = torch.einsum("rgpd,srgd->rgps", q_RGPD, k_SRGD).float() * scale
     weights = torch.cat([causal_RGPL, diagonal_RGPS], -1).softmax(-1).to(q_RHD.dtype)
     causal_RGPL, diagonal_RGPS = weights.split([L, len(k_SRGD)], -1)
     scattered = weights.new_zeros(B * L, G, H // G, L).index_copy(0, plan.rows, causal_RGPL).unflatten(0, (B, L))
     out_RGPD = torch.einsum("blgpm,bmgd->blgpd", scattered, v_BLGD).flatten(0, 1)[plan.rows]
     return (out_RGPD + torch.einsum("rgps,srgd->rgpd", diagonal_RGPS, v_SRGD)).flatten(1, 2)
+
+
+def _together(own: Own, like_BLGD: Tensor) -> Tensor:
+    """Return the diagonal keys or values as one tensor [S, R, G, D]."""
+    if not own:
+        return like_BLGD.new_empty(0, 1, *like_BLGD.shape[2:])
+    return own[0] if len(own) == 1 else torch.cat(tuple(own))
 
 
 def _visible(plan: RowPlan, L: int) -> Tensor:
@@ -117,29 +131,37 @@ class _MergedAttention(torch.autograd.Function):
     """A flash kernel within documents, in the dtype of its inputs, merged in fp32 with the diagonal keys."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q_RHD: Tensor, k: Tensor, v: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, plan: RowPlan, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, plan: RowPlan, scale: float, q_RHD: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> Tensor:
         # Autocast would take the products of the merge to half precision, here but not in the backward pass.
         with without_autocast(q_RHD):
             whole = causal_attention(q_RHD, k, v, plan, scale)
-            if len(k_SRGD):
-                whole = _merge(q_RHD, whole, k_SRGD, v_SRGD, scale)
+            if own:
+                whole = _merge(q_RHD, whole, *_halves(own), scale)
         out_RHD = whole.out_RHD.to(q_RHD.dtype)
-        ctx.save_for_backward(q_RHD, k, v, k_SRGD, v_SRGD, out_RHD, whole.lse_RH)
+        ctx.save_for_backward(q_RHD, k, v, out_RHD, whole.lse_RH, *own)
         ctx.plan, ctx.scale = plan, scale
         return out_RHD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RHD: Tensor) -> tuple[Tensor | None, ...]:
-        q_RHD, k, v, k_SRGD, v_SRGD, out_RHD, lse_RH = ctx.saved_tensors
+        q_RHD, k, v, out_RHD, lse_RH, *own = ctx.saved_tensors
         with without_autocast(q_RHD):
             causal = causal_backward(grad_RHD, q_RHD, k, v, Attended(out_RHD, lse_RH), ctx.plan, ctx.scale)
-            d_q, d_k_SRGD, d_v_SRGD = _diagonal_backward(grad_RHD, q_RHD, k_SRGD, v_SRGD, out_RHD, lse_RH, ctx.scale)
-        d_q_RHD = (causal.q_RHD + d_q).to(q_RHD.dtype)
-        d_own = (d_k_SRGD.to(k_SRGD.dtype), d_v_SRGD.to(v_SRGD.dtype))
-        return d_q_RHD, causal.k_BLGD, causal.v_BLGD, *d_own, None, None
+            d_q_RHD, d_own = causal.q_RHD, ()
+            if own:
+                k_SRGD, v_SRGD = _halves(own)
+                d_q, d_k, d_v = _diagonal_backward(grad_RHD, q_RHD, k_SRGD, v_SRGD, out_RHD, lse_RH, ctx.scale)
+                sizes = [len(x) for x in own[: len(own) // 2]]
+                d_q_RHD = (d_q_RHD + d_q).to(q_RHD.dtype)
+                d_own = (*d_k.to(k.dtype).split(sizes), *d_v.to(v.dtype).split(sizes))
+        return None, None, d_q_RHD, causal.k_BLGD, causal.v_BLGD, *d_own
+
+
+def _halves(own: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return diagonal keys and values [S, R, G, D] of their parts, keys first."""
+    half = len(own) // 2
+    return _together(own[:half], own[0]), _together(own[half:], own[0])
 
 
 def _scores(q_RHD: Tensor, k_SRGD: Tensor, scale: float) -> Tensor:

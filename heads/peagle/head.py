@@ -31,7 +31,7 @@ from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.eagle.fused import FusedHead
 from draftsmith.heads.layers.row_plan import plan_rows
-from draftsmith.heads.layers.training_pass import TrainingPass
+from draftsmith.heads.layers.training_pass import LayerInput, TrainingPass
 from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.plan import Plan, plan_queries
 from draftsmith.target.target import Target
@@ -82,12 +82,13 @@ class PEagleHead(FusedHead):
         """Run `num_steps` depths on the text of `batch`: logits [R_d, W] each, on the rows of `supervised`."""
         plan = self.planned(batch, num_steps)
         passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, plan.queries[0], num_steps, self.window)
-        out_RH = self.first_step(batch, self.initial_hidden(batch.aux, batch.last), passing)
+        read = self.reader(batch, passing, 1)
+        out_RH = self.first_step(read, self.initial_hidden(batch.aux, batch.last), passing)
         steps = [StepOutput(0, plan.rows[0], out_RH, self.logits)]
-        masked = self.layer_input(*self.mask_inputs())
+        masked = LayerInput(*self.layer_input(*self.mask_inputs()))
         for depth in range(1, len(plan.rows)):
             passing.narrow(plan.queries[depth], plan.among[depth])
-            out_RH = passing.step(depth, *masked)
+            out_RH = passing.step(depth, masked)
             steps.append(StepOutput(depth, plan.rows[depth], out_RH, self.logits))
         return HeadOutput(tuple(steps))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.heads.layers.row_plan import plan_rows
-from draftsmith.heads.layers.ttt_attention import ttt_attention
+from draftsmith.heads.layers.ttt_attention import Own, ttt_attention
 from draftsmith.heads.registry import find_method
 from tests.batches import documents_of, pack
 from tests.gpu.support import OPTIONS, make_target
@@ -21,8 +21,8 @@ def test_queries_and_keys_reach_the_attention_in_half_precision(method: str, mon
     """In fp32 it would fall back to whole matrices of scores, in silence."""
     seen: set[torch.dtype] = set()
 
-    def note(q: Tensor, k: Tensor, v: Tensor, own_k: Tensor, own_v: Tensor, *rest: Any) -> Tensor:
-        seen.update(x.dtype for x in (q, k, v) + ((own_k, own_v) if len(own_k) else ()))
+    def note(q: Tensor, k: Tensor, v: Tensor, own_k: Own, own_v: Own, *rest: Any) -> Tensor:
+        seen.update(x.dtype for x in (q, k, v, *own_k, *own_v))
         return ttt_attention(q, k, v, own_k, own_v, *rest)
 
     for caller in CALLERS:
@@ -42,7 +42,7 @@ def test_no_rows_cost_nothing_and_leave_gradients_of_zero(monkeypatch: pytest.Mo
     plan = plan_rows(documents, torch.zeros(1, 6, dtype=torch.bool))
     shapes = ((0, 4, 8), (1, 6, 2, 8), (1, 6, 2, 8), (3, 0, 2, 8), (3, 0, 2, 8))
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    out = ttt_attention(*inputs, plan, 0.5)
+    out = ttt_attention(*inputs[:3], inputs[3:4], inputs[4:], plan, 0.5)
     assert out.shape == (0, 4, 8)
     out.sum().backward()
     assert all(x.grad is not None and not x.grad.any() for x in inputs)

@@ -37,7 +37,10 @@ def test_equals_the_oracle_in_value_and_every_gradient(
     plan = plan_rows(DOCUMENTS, needed).within(window)
     inputs = make_inputs(needed, heads=heads, groups=groups, diagonal=diagonal, dtype=dtype)
     exact = [x.detach().float().requires_grad_() for x in inputs]
-    fast, slow = ttt_attention(*inputs, plan, 0.4), eager_ttt_attention(*exact, plan, 0.4)
+    fast, slow = (
+        ttt_attention(*inputs[:3], inputs[3:4], inputs[4:], plan, 0.4),
+        eager_ttt_attention(*exact[:3], exact[3:4], exact[4:], plan, 0.4),
+    )
     assert fast.dtype == dtype
     torch.testing.assert_close(fast.float(), slow, atol=tolerance, rtol=tolerance)
     grad = torch.randn(slow.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
@@ -51,7 +54,7 @@ def test_equals_the_oracle_in_value_and_every_gradient(
 def test_the_oracle_is_plain_attention_of_each_document_alone(window):
     needed = DOCUMENTS >= 0
     q, k, v, k_own, v_own = make_inputs(needed, heads=2, groups=2, diagonal=2, dtype=torch.float32)
-    out = eager_ttt_attention(q, k, v, k_own, v_own, plan_rows(DOCUMENTS, needed).within(window), 0.5)
+    out = eager_ttt_attention(q, k, v, [k_own], [v_own], plan_rows(DOCUMENTS, needed).within(window), 0.5)
     index = needed.flatten().nonzero().flatten().tolist()
     L = DOCUMENTS.shape[1]
     for r, flat in enumerate(index):
@@ -119,7 +122,10 @@ def test_the_gpus_packed_way_equals_the_oracle(window, heads, groups, diagonal, 
     plan = plan_rows(DOCUMENTS, needed).pack().within(window)
     inputs = make_inputs(needed, heads=heads, groups=groups, diagonal=diagonal, dtype=torch.bfloat16)
     exact = [x.detach().float().requires_grad_() for x in inputs]
-    fast, slow = merged_attention(*inputs, plan, 0.4), eager_ttt_attention(*exact, plan, 0.4)
+    fast, slow = (
+        merged_attention(*inputs[:3], inputs[3:4], inputs[4:], plan, 0.4),
+        eager_ttt_attention(*exact[:3], exact[3:4], exact[4:], plan, 0.4),
+    )
     assert fast.dtype == torch.bfloat16
     torch.testing.assert_close(fast.float(), slow, atol=3e-2, rtol=3e-2)
     grad = torch.randn(slow.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -134,9 +140,9 @@ def test_autocast_leaves_the_merge_in_fp32():
     needed = needed_rows()
     plan = plan_rows(DOCUMENTS, needed)
     inputs = make_inputs(needed, heads=4, groups=2, diagonal=3, dtype=torch.float32)
-    plain = ttt_attention(*inputs, plan, 0.4)
+    plain = ttt_attention(*inputs[:3], inputs[3:4], inputs[4:], plan, 0.4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = ttt_attention(*inputs, plan, 0.4)
+        inside = ttt_attention(*inputs[:3], inputs[3:4], inputs[4:], plan, 0.4)
     assert torch.equal(inside, plain)
 
 

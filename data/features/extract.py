@@ -26,7 +26,7 @@ from draftsmith.data.features.store import (
 )
 from draftsmith.data.features.writing import SHARD_BYTES, FeatureWriter, Rows, begin_store, rows_of
 from draftsmith.data.team import Alone, SharedBar, Team
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, first_line
 from draftsmith.progress import Bar, say
 from draftsmith.target.target import Target, TargetHead, describe_context
 
@@ -146,9 +146,35 @@ class _Passes:
         missing = {i: sample for i, sample in samples.items() if i not in known}
         self._behind.put(partial(rows.update, known))
         if missing:
-            states = compute_states(self._target, list(missing.values()), spec.layer_ids, spec.torch_dtype)
+            self._compute(missing, rows)
+
+    def _compute(self, samples: dict[int, Tokenized], rows: dict[int, Rows]) -> None:
+        """Run the target over samples, in halves where its device has not the memory for all of them."""
+        spec, few = self._spec, len(samples) // 2
+        try:
+            states = compute_states(self._target, list(samples.values()), spec.layer_ids, spec.torch_dtype)
             copies = self._copies.begin(by_tensor(states, spec.layer_ids))
-            self._behind.put(partial(_receive, rows, missing, *copies))
+        except torch.OutOfMemoryError as error:
+            if not few:
+                (sample,) = samples.values()
+                raise UserError(
+                    f"{self._target.device} has not the memory for a pass over the {len(sample.ids)} tokens of {sample.sample_id!r} "
+                    f"({first_line(error)[:200]}): lower data.max_length, or take a device with more."
+                ) from error
+            copies = None
+        if copies is not None:
+            self._behind.put(partial(_receive, rows, samples, *copies))
+            return
+        # Outside the handler, whose error holds what the pass had made.
+        say(
+            f"warning: {self._target.device} has not the memory for passes of features.batch_tokens: {spec.batch_tokens}, and takes "
+            "some in halves, which is slower; lower it for the next store."
+        )
+        if self._target.device.type == "cuda":
+            torch.cuda.empty_cache()
+        numbered = list(samples.items())
+        for part in (numbered[:few], numbered[few:]):
+            self._compute(dict(part), rows)
 
 
 def by_tensor(states: States, layer_ids: Sequence[int]) -> Rows:

@@ -211,6 +211,38 @@ def test_kill_9_at_any_operation_and_going_on_gives_the_same_bytes(tmp_path: Pat
         assert all_bytes(broken) == all_bytes(tmp_path / "whole"), number
 
 
+def test_a_device_too_small_for_a_pass_takes_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A sample that does not fit alone is named, and nothing that was made is lost."""
+    target, samples, sizes = make_target(), make_samples(20), []
+    room = max(len(sample.ids) for sample in samples)
+
+    def small(target: Target, batch: list[Tokenized], *rest: object) -> States:
+        size = len(batch) * max(len(sample.ids) for sample in batch)
+        if size > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore lines")
+        sizes.append(size)
+        return compute_states(target, batch, *rest)
+
+    whole = extract(target, samples, tmp_path / "whole", **SMALL)
+    monkeypatch.setattr(extract_module, "compute_states", small)
+    halved = extract(target, samples, tmp_path / "halved", **SMALL)
+    assert len(sizes) > len(plan_chunks(whole.lengths, 64)[0].batches)
+    for index in range(len(samples)):
+        assert_features(halved.get(index), whole.get(index), exact=False)
+    assert capsys.readouterr().err.count("lower it for the next store") == 1
+    room -= 1
+    with pytest.raises(
+        UserError,
+        match=r"has not the memory for a pass over the \d+ tokens of 'line-\d+' \(CUDA out of memory.*data\.max_length",
+    ):
+        extract(target, samples, tmp_path / "small", **SMALL)
+    room += 1
+    extract(target, samples, tmp_path / "small", **SMALL)
+    assert all_bytes(tmp_path / "small") == all_bytes(tmp_path / "halved")
+
+
 def test_passes_wait_for_the_writer_and_not_one_by_one() -> None:
     """At most so many pieces of work are left to do, and they are done in their order."""
     gate, done = threading.Event(), []

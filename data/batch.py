@@ -51,6 +51,21 @@ class Features:
 
 
 @dataclass(frozen=True)
+class States:
+    """What the target computed for R tokens, or where it belongs: see Features."""
+
+    aux: Tensor
+    last: Tensor
+    top1: Tensor
+    logsumexp: Tensor
+
+    def copy_(self, other: "States | Features") -> None:
+        """Copy the values of as many tokens."""
+        for name, part in vars(self).items():
+            part.copy_(getattr(other, name))
+
+
+@dataclass(frozen=True)
 class TrainBatch:
     """Documents packed into rows: everything a head needs for one training pass.
 
@@ -79,7 +94,7 @@ class TrainBatch:
 
     def without_states(self) -> "TrainBatch":
         """Return the same batch with `aux` and `last` of width 0: enough to count rows, without most of the bytes."""
-        none = self.logsumexp.new_empty(*self.ids.shape, 0)
+        none = torch.empty(*self.ids.shape, 0, device=self.ids.device)
         return replace(self, aux=none, last=none)
 
     def to(self, device: torch.device | str) -> "TrainBatch":
@@ -160,41 +175,56 @@ def _best_fit(samples: Sequence[int], lengths: Sequence[int], row_tokens: int) -
     return filled
 
 
-def collate(rows: list[list[Features]], length: int, *, seeds: Sequence[Sequence[int]] | None = None) -> TrainBatch:
-    """Lay the documents of each row one after the other and pad to `length`.
+def lay_texts(
+    rows: Sequence[Sequence[tuple[Tensor, Tensor]]], length: int, *, seeds: Sequence[Sequence[int]] | None = None
+) -> TrainBatch:
+    """Lay documents, each its ids and mask, one after the other in rows that are padded to `length`; their states have width 0.
 
     Padding has document -1, mask False and zeros elsewhere; positions count from 0 in every document. seeds:
     TrainBatch.seed of each document.
     """
-    filled = [sum(len(document.ids) for document in row) for row in rows]
+    filled = [sum(len(ids) for ids, _ in row) for row in rows]
     assert rows, "a batch needs a row"
     assert all(filled), "every row needs a document"
     assert max(filled) <= length, f"a row of {max(filled)} tokens in a batch of {length}"
-    pairs = [] if seeds is None else [list(zip(*both, strict=True)) for both in zip(seeds, rows, strict=True)]
-    seed = [[torch.full_like(d.ids, one, dtype=torch.int64) for one, d in row] for row in pairs]
-    return TrainBatch(
-        ids=_stack([[d.ids.long() for d in row] for row in rows], length),
-        mask=_stack([[d.mask.bool() for d in row] for row in rows], length),
-        document=_stack([[torch.full_like(d.ids.long(), n) for n, d in enumerate(row)] for row in rows], length, -1),
-        position=_stack([[torch.arange(len(d.ids), device=d.ids.device) for d in row] for row in rows], length),
-        aux=_stack([[d.aux for d in row] for row in rows], length),
-        last=_stack([[d.last for d in row] for row in rows], length),
-        top1=_stack([[d.top1.long() for d in row] for row in rows], length),
-        logsumexp=_stack([[d.logsumexp.float() for d in row] for row in rows], length),
-        seed=_stack(seed, length) if seed else None,
-    )
-
-
-def _stack(rows: list[list[Tensor]], length: int, padding: int = 0) -> Tensor:
-    """Return [B, length, ...] from each row's documents [L, ...]; one allocation, each value copied once."""
-    first = rows[0][0]
-    out = first.new_full((len(rows), length, *first.shape[1:]), padding)
+    ids, position = torch.zeros(2, len(rows), length, dtype=torch.int64)
+    document, mask, seed = torch.full_like(ids, -1), torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids)
     for b, row in enumerate(rows):
         start = 0
-        for document in row:
-            out[b, start : start + len(document)] = document
-            start += len(document)
-    return out
+        for number, (own, learned) in enumerate(row):
+            here = slice(start, start + len(own))
+            ids[b, here], mask[b, here], document[b, here] = own, learned, number
+            position[b, here] = torch.arange(len(own))
+            if seeds is not None:
+                seed[b, here] = seeds[b][number]
+            start += len(own)
+    zeros = torch.zeros(len(rows), length)
+    none, top1 = zeros[..., None][..., :0], torch.zeros_like(ids)
+    return TrainBatch(ids, mask, document, position, none, none, top1, zeros, None if seeds is None else seed)
+
+
+def state_places(batch: TrainBatch, lengths: Sequence[Sequence[int]]) -> list[States]:
+    """Return where the states of each document of a batch lie, row by row; what lies behind the documents is set to 0."""
+    parts, places = (batch.aux, batch.last, batch.top1, batch.logsumexp), []
+    for b, row in enumerate(lengths):
+        start = 0
+        for length in row:
+            places.append(States(*(part[b, start : start + length] for part in parts)))
+            start += length
+        for part in parts[:2]:
+            part[b, start:].zero_()
+    return places
+
+
+def collate(rows: list[list[Features]], length: int, *, seeds: Sequence[Sequence[int]] | None = None) -> TrainBatch:
+    """Lay documents with their states one after the other in rows, as `lay_texts` does."""
+    batch = lay_texts([[(d.ids, d.mask) for d in row] for row in rows], length, seeds=seeds)
+    states = [torch.empty(*batch.ids.shape, x.shape[-1], dtype=x.dtype) for x in (rows[0][0].aux, rows[0][0].last)]
+    batch = replace(batch, aux=states[0], last=states[1])
+    places = state_places(batch, [[len(d.ids) for d in row] for row in rows])
+    for place, document in zip(places, (document for row in rows for document in row), strict=True):
+        place.copy_(document)
+    return batch
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ and a checkpoint to resume from. `best/` keeps the head with the best held-out t
 import json
 import signal
 import time
-from copy import copy
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, set_seed
-from torch.utils.data import DataLoader
 
 from draftsmith.decoder.sampling import row_key
 from draftsmith.errors import StoppedError, UserError
@@ -34,7 +33,7 @@ from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from draftsmith.train.checkpoints import Progress, digest_of, load_training_state, save_training_state
 from draftsmith.train.dashboards import Tracker
-from draftsmith.train.feed import plan_batch
+from draftsmith.train.feed import Fed, Feed
 from draftsmith.train.meeting import meeting
 from draftsmith.train.metrics import (
     HeldOut,
@@ -52,7 +51,7 @@ from draftsmith.train.metrics import (
 )
 from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, whole_head, whole_state
 from draftsmith.train.process import ENDING, Interrupt
-from draftsmith.train.schedule import MicroBatches, Schedule, TrainData, build_optimizers, lr_factor, set_lr
+from draftsmith.train.schedule import Schedule, TrainData, build_optimizers, lr_factor, set_lr
 
 _EARLY = 200
 """Steps until the first evaluation of a long run."""
@@ -88,7 +87,7 @@ class _Run:
         self.accelerator = make_accelerator(self.spec, target.device)
         self.head = head.to(self.accelerator.device).train()
         self.target_head = target.head.to(self.accelerator.device)
-        self.planner = copy(self.head)  # in training mode, whatever evaluations do with the head meanwhile
+        self.feed = Feed(data, self.head, self.spec, self.accelerator.device)
         # Before each process has a shard of the head.
         self.untrained = digest_of(folder, Progress(), head) if meeting() else ""
         optimizers = build_optimizers(head, self.spec)
@@ -237,27 +236,12 @@ class _Run:
     def _stale(self, progress: Progress) -> bool:
         return self.spec.patience is not None and progress.stale >= self.spec.patience
 
-    def _windows(self, step: int) -> Any:
-        """Yield the micro-batches of each optimizer step in the epoch that `step` falls into."""
+    def _windows(self, step: int) -> Iterator[list[Fed]]:
+        """Return the micro-batches of each optimizer step in the epoch that `step` falls into."""
         epoch, skip = self._locate(step)
         micros = self.schedule.share(epoch, self.accelerator.process_index, skip)
         seed = row_key(self.recipe.seed, "epoch", epoch)
-        dataset = MicroBatches(
-            self.data.source, self.data.train, micros, self.head.reads.layer_ids, self.spec.row_tokens, seed
-        )
-        # A generator of its own: otherwise starting the loader would draw from the global one.
-        loader = DataLoader(
-            dataset, batch_size=None, num_workers=self.spec.workers, generator=torch.Generator().manual_seed(0)
-        )
-        window = []
-        try:
-            for micro in loader:
-                window.append(micro)
-                if len(window) == self.spec.accumulation:
-                    yield window
-                    window = []
-        except UserError as error:  # of a worker: its sentence alone
-            raise UserError(str(error).strip().rsplit("UserError: ", 1)[-1]) from None
+        return self.feed.windows(micros, seed)
 
     def _locate(self, step: int) -> tuple[int, int]:
         """Return the epoch that `step` falls into, and the steps before it in that epoch."""
@@ -272,14 +256,13 @@ class _Run:
         epoch, skip = self._locate(step)
         return epoch + (skip / self.epoch_steps[epoch] if skip else 0.0)
 
-    def _step(self, window: Any, progress: Progress) -> tuple[dict[str, Any], Progress]:
+    def _step(self, window: list[Fed], progress: Progress) -> tuple[dict[str, Any], Progress]:
         """Take one optimizer step on the sum of losses over the global divisor; return its record and the new progress."""
         accelerator, device = self.accelerator, self.accelerator.device
         self.pace.extra = {}  # what the step before had
-        fed = [(plan_batch(batch, self.planner, self.spec.loss, device), counts) for batch, counts in window]
         counted = torch.zeros(3)
-        for micro, counts in fed:
-            counted += torch.tensor([micro.divisor, micro.rows, micro.covered]) * counts
+        for micro in window:
+            counted += torch.tensor([micro.divisor, micro.rows, micro.covered]) * micro.counts
         if accelerator.num_processes > 1:
             counted = accelerator.reduce(counted.to(device), "sum").cpu()
         divisor, rows, covered = counted
@@ -295,14 +278,14 @@ class _Run:
         if self.spec.optimizer == "muon":
             self.pace.extra["muon_lr"] = factor * self.spec.muon_lr
         warmup_weight = self.spec.loss.warmup_weight(progress.step / self.total)
-        for micro, counts in fed:
-            batch = micro.batch.to(device)  # one at a time: accumulation is for where memory is short
+        for micro in window:
+            batch = self.feed.batch(micro)  # one at a time: accumulation is for where memory is short
             with accelerator.accumulate(self.model):
                 scored = LossOutput(*self.model(batch, warmup_weight, known))
-                accelerator.backward(scored.loss_sum * (scale * counts))
+                accelerator.backward(scored.loss_sum * (scale * micro.counts))
                 added = step_sums(scored, micro.tokens)
                 sums = torch.zeros_like(added) if sums is None else sums
-                sums += added if counts else 0
+                sums += added if micro.counts else 0
                 if accelerator.sync_gradients:
                     found = self._read(sums, divisor, progress.step + 1)
                 for optimizer in self.optimizers:

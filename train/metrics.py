@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from draftsmith.data.batch import Batch, TrainBatch, collate, plan_batches
+from draftsmith.data.batch import Batch, TrainBatch, plan_batches
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.decoder.answers import Tally, total
 from draftsmith.decoder.sampling import Sampling
@@ -27,6 +27,7 @@ from draftsmith.heads.losses.head_loss import LossOutput, head_loss, loss_diviso
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.progress import say
 from draftsmith.target.target import Target, TargetHead
+from draftsmith.train.feed import read_batch
 
 
 def step_sums(scored: LossOutput, tokens: int) -> Tensor:
@@ -175,8 +176,7 @@ def evaluate_heldout(
     tallies: dict[str, list[Tally]] = defaultdict(list)
     choices = torch.zeros(target_head.vocab_size, dtype=torch.int64)
     for plan in batches:
-        samples = [source.get_many(row, head.reads.layer_ids) for row in plan]
-        batch = collate(samples, row_tokens).to(device)
+        batch = read_batch(source, plan, head.reads.layer_ids, row_tokens).to(device)
         with drafting(head):
             output = head(batch, max(train_steps, num_speculative_tokens))
             trained = HeadOutput(output.steps[:train_steps], output.tuned)
@@ -184,7 +184,7 @@ def evaluate_heldout(
             divisor = loss_divisor(batch, spec, head) if scored.weights is None else scored.weights
             accepted = acceptance(output, batch, target_head, head.draft_vocab, sampling)
         tuned += 0 if scored.tuned is None else scored.tuned.double().cpu()
-        of_slice = losses[samples[0][0].slice]
+        of_slice = losses[source.slices[plan[0][0]]]
         of_slice[0] += float(scored.loss_sum)
         of_slice[1] += float(divisor)
         sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()
@@ -192,7 +192,7 @@ def evaluate_heldout(
         choices += torch.bincount(chosen, minlength=len(choices))
         answers = find_answers(batch)
         for answer, tally in zip(answers, simulate(accepted.c_BLK, answers, num_speculative_tokens), strict=True):
-            tallies[samples[answer.row][answer.document].slice].append(tally)
+            tallies[source.slices[plan[answer.row][answer.document]]].append(tally)
     everything = total((t for group in tallies.values() for t in group), num_speculative_tokens)
     by_slice = {name: total(group, num_speculative_tokens).tau for name, group in sorted(tallies.items())}
     return HeldOut(
@@ -221,8 +221,7 @@ def calibrate_best(
 
     def passes() -> Iterator[tuple[TrainBatch, HeadOutput, Tensor]]:
         for plan in batches:
-            samples = [source.get_many(row, head.reads.layer_ids) for row in plan]
-            batch = collate(samples, row_tokens).to(target.device)
+            batch = read_batch(source, plan, head.reads.layer_ids, row_tokens).to(target.device)
             output = head(batch, head.trains.steps)
             yield batch, output, acceptance(output, batch, target.head, head.draft_vocab, sampling).c_BLK
 

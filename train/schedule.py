@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
-from torch.utils.data import Dataset
 from xxhash import xxh3_64_hexdigest
 
-from draftsmith.data.batch import WINDOW_SHARDS, TrainBatch, collate, plan_batches
+from draftsmith.data.batch import WINDOW_SHARDS, plan_batches
 from draftsmith.data.features.store import FeatureSource
-from draftsmith.decoder.sampling import row_key
 from draftsmith.heads.base import DraftHead
 from draftsmith.machine import faster_in_bf16
 from draftsmith.recipe.schema import TrainSpec
@@ -83,31 +81,6 @@ class Schedule:
         """Return the micro-batches of process `rank` in an epoch, after `skip_steps` optimizer steps."""
         micros = self.epoch(number)[skip_steps * self.window :]
         return micros[rank :: self.processes]
-
-
-class MicroBatches(Dataset):
-    """Read and pack the features of a list of micro-batches. seed: the epoch's, from which each document's is drawn."""
-
-    def __init__(
-        self,
-        source: FeatureSource,
-        index: Sequence[int],
-        micros: Sequence[Micro],
-        layers: tuple[int, ...],
-        row_tokens: int,
-        seed: int,
-    ) -> None:
-        self.source, self.index, self.micros = source, index, micros
-        self.layers, self.row_tokens, self.seed = layers, row_tokens, seed
-
-    def __len__(self) -> int:
-        return len(self.micros)
-
-    def __getitem__(self, index: int) -> tuple[TrainBatch, bool]:
-        micro = self.micros[index]
-        rows = [self.source.get_many([self.index[i] for i in row], self.layers) for row in micro.rows]
-        seeds = [[row_key(self.seed, "train", self.index[i]) for i in row] for row in micro.rows]
-        return collate(rows, self.row_tokens, seeds=seeds), micro.counts
 
 
 _Groups = dict[tuple[float, bool], list[nn.Parameter]]

@@ -7,14 +7,15 @@ Ht target hidden size, V target vocab.
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from draftsmith.data.batch import CHUNK_BATCHES, Features, Tokenized, plan_passes
+from draftsmith.data.batch import CHUNK_BATCHES, Features, States, Tokenized, plan_passes
 from draftsmith.data.features.behind import Behind, HostCopies
 from draftsmith.data.features.columns import StoredSamples
 from draftsmith.data.features.index import INDEX_NAME, StoreSpec, is_complete, parse_dtype, read_index
@@ -25,6 +26,7 @@ from draftsmith.data.features.store import (
     readable_bytes,
 )
 from draftsmith.data.features.writing import SHARD_BYTES, FeatureWriter, Rows, begin_store, rows_of
+from draftsmith.data.memory import map_tensors
 from draftsmith.data.team import Alone, SharedBar, Team
 from draftsmith.errors import UserError, first_line
 from draftsmith.progress import Bar, say
@@ -35,16 +37,6 @@ BATCH_TOKENS = 2048
 # 128 MiB there), or what keeps a GPU busy; at least LOGITS_ROWS rows, so that the weights are not read too often.
 LOGITS_BYTES = {"cpu": 8 * 2**20, "gpu": 256 * 2**20}
 LOGITS_ROWS = 64
-
-
-@dataclass(frozen=True)
-class States:
-    """What a pass computed for its R tokens, one sample after the other: the fields of Features, on the target's device."""
-
-    aux: Tensor
-    last: Tensor
-    top1: Tensor
-    logsumexp: Tensor
 
 
 def extract(
@@ -235,10 +227,9 @@ class _Earlier:
 
 
 class OnlineSource:
-    """Features with the interface of FeatureStore, computed by the target on every call.
+    """Features as training asks for them, computed by the target whenever they are.
 
-    layer_ids: the layers that `get_many` returns by default; any layer of the target can be requested.
-    dtype: what the states are rounded to, as in a store; "auto" takes the target's.
+    layer_ids: what heads will ask for. dtype: what the states are rounded to, as in a store; "auto" takes the target's.
     """
 
     def __init__(
@@ -253,21 +244,27 @@ class OnlineSource:
         check_samples(target, samples)
         if layer_ids:
             target.check_layer_ids(tuple(layer_ids))
-        self.layer_ids = tuple(layer_ids)
         self.slices = [sample.slice for sample in samples]
         self.lengths = [len(sample.ids) for sample in samples]
         self.shards = None
+        self.dtype = target.dtype if dtype == "auto" else parse_dtype(dtype)
+        self.hidden_size, self.computed_on = target.hidden_size, target.device
         self._target, self._samples, self._batch_tokens = target, samples, batch_tokens
-        self._dtype = target.dtype if dtype == "auto" else parse_dtype(dtype)
 
-    def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
-        """Return several samples, in the order of `indices`, in as few forward passes as batch_tokens allows."""
-        chosen = self.layer_ids if layer_ids is None else tuple(layer_ids)
-        computed: dict[int, Features] = {}
+    def text(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return ids [L] int64 and mask [L] bool of a sample."""
+        sample = self._samples[index]
+        return sample.ids.long(), sample.mask.bool()
+
+    def fill(self, indices: Sequence[int], places: Sequence[States], layer_ids: Sequence[int]) -> None:
+        """Compute the states of samples into their places, in as few forward passes as batch_tokens allows."""
         for batch in plan_passes([self.lengths[i] for i in indices], self._batch_tokens):
             samples = [self._samples[indices[at]] for at in batch]
-            computed.update(zip(batch, compute_features(self._target, samples, chosen, self._dtype), strict=True))
-        return [computed[at] for at in range(len(indices))]
+            states, start = compute_states(self._target, samples, tuple(layer_ids), self.dtype), 0
+            for at, sample in zip(batch, samples, strict=True):
+                own = slice(start, start + len(sample.ids))
+                places[at].copy_(map_tensors(itemgetter(own), states))
+                start = own.stop
 
 
 @torch.no_grad()

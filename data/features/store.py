@@ -11,6 +11,7 @@ its part of all tensors but aux, and one of its part of each aux: what is checke
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 from xxhash import xxh3_128
 
-from draftsmith.data.batch import WINDOW_SHARDS, Features
+from draftsmith.data.batch import WINDOW_SHARDS, Features, States
 from draftsmith.data.features.index import AGAIN, DTYPES, INDEX_NAME, StoreSpec, read_index, shard_name
 from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
@@ -80,11 +81,23 @@ class FeatureSource(Protocol):
     def shards(self) -> Tensor | None:
         """The number of the file of every sample, which training reads one after the other; None without files."""
 
-    def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
-        """Return samples in the order of `indices`; aux [L, A*Ht] has the columns of `layer_ids` in that order.
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of aux and last."""
 
-        None takes every layer of the source.
-        """
+    @property
+    def hidden_size(self) -> int:
+        """Ht."""
+
+    @property
+    def computed_on(self) -> torch.device | None:
+        """The device that states are computed on, by the thread that asks for them; None where they are read, by any thread."""
+
+    def text(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return ids [L] int64 and mask [L] bool of a sample."""
+
+    def fill(self, indices: Sequence[int], places: Sequence[States], layer_ids: Sequence[int]) -> None:
+        """Put the states of samples into their places; aux [L, A*Ht] has the columns of `layer_ids` in that order."""
 
 
 class FeatureStore:
@@ -116,10 +129,10 @@ class FeatureStore:
         self._index = index
         self._ends = np.concatenate(([0], index.shards["samples"].astype(np.int64)))
         self._tokens = np.concatenate(([0], np.cumsum(index.samples.records["length"], dtype=np.int64)))
-        # Of each sample: the common tensors, then the layers. Shared with the workers of a DataLoader, which are started
-        # anew in every epoch.
-        self._verified = torch.full((len(self), 1 + len(self.layer_ids)), not verify).share_memory_()
+        # Of each sample: the common tensors, then the layers.
+        self._verified = np.full((len(self), 1 + len(self.layer_ids)), not verify)
         self._open: dict[int, Any] = {}
+        self._opening = Lock()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -134,39 +147,66 @@ class FeatureStore:
         """The number of the shard of every sample [S] int64."""
         return torch.from_numpy(np.repeat(np.arange(len(self._ends) - 1), np.diff(self._ends)))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of aux and last."""
+        return self.spec.torch_dtype
+
+    @property
+    def hidden_size(self) -> int:
+        """Ht."""
+        return self.spec.hidden_size
+
+    computed_on = None
+
     def get(self, index: int, layer_ids: Sequence[int] | None = None) -> Features:
         """Return one sample; aux [L, A*Ht] has the columns of `layer_ids` in that order (None: every stored layer)."""
-        chosen = self.layer_ids if layer_ids is None else layer_ids
-        if missing := [k for k in chosen if k not in self.layer_ids]:
+        (ids, mask), chosen = self.text(index), self.layer_ids if layer_ids is None else layer_ids
+        aux, last = (torch.empty(len(ids), n * self.hidden_size, dtype=self.dtype) for n in (len(chosen), 1))
+        place = States(aux, last, torch.empty_like(ids, dtype=torch.int32), torch.empty(len(ids)))
+        self.fill([index], [place], chosen)
+        return Features(ids, mask, **vars(place), sample_id=self.samples.name(index), slice=self.slices[index])
+
+    def text(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return ids [L] int64 and mask [L] bool of a sample. Raises UserError where they were changed."""
+        sample = self.samples[index]
+        return sample.ids, sample.mask
+
+    def fill(self, indices: Sequence[int], places: Sequence[States], layer_ids: Sequence[int]) -> None:
+        """Copy the states of samples from the shards into their places; aux [L, A*Ht] has the columns of `layer_ids` in that
+        order. Raises UserError for a layer that the store has not, and for a damaged shard."""
+        if missing := [k for k in layer_ids if k not in self.layer_ids]:
             raise UserError(
                 f"The feature store {self.path} holds layers {list(self.layer_ids)} but not {missing[0]}: "
                 "extract again with all the layers that the heads need in features.layer_ids."
             )
-        number = int(np.searchsorted(self._ends, index, side="right")) - 1
+        for index, place in zip(indices, places, strict=True):
+            part, streams = self._rows(index, COMMON), self._rows(index, [f"aux.{k}" for k in layer_ids])
+            self._verify(index, 0, part.values())
+            for k, stream in zip(layer_ids, streams.values(), strict=True):
+                self._verify(index, 1 + self.layer_ids.index(k), (stream,))
+            for name in ("last", "top1", "logsumexp"):
+                getattr(place, name).copy_(part[name])
+            for column, stream in zip(place.aux.split(self.hidden_size, -1), streams.values(), strict=False):
+                column.copy_(stream)
+
+    def _rows(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the rows of a sample in tensors of its shard, where they lie."""
+        number = self._shard_of(index)
         start, end = (int(self._tokens[at] - self._tokens[self._ends[number]]) for at in (index, index + 1))
-        shard = self._shard(number)
-        part = {name: shard.get_slice(name)[start:end] for name in COMMON}
-        streams = {k: shard.get_slice(f"aux.{k}")[start:end] for k in chosen}
-        self._verify(number, index, 0, part.values())
-        for k, stream in streams.items():
-            self._verify(number, index, 1 + self.layer_ids.index(k), (stream,))
-        return Features(
-            **{**part, "ids": part["ids"].long()},
-            aux=torch.cat([streams[k] for k in chosen], dim=-1) if streams else part["last"][:, :0],
-            sample_id=self.samples.name(index),
-            slice=self.slices[index],
-        )
+        with self._opening:
+            shard = self._shard(number)
+        return {name: shard.get_slice(name)[start:end] for name in names}
 
-    def get_many(self, indices: Sequence[int], layer_ids: Sequence[int] | None = None) -> list[Features]:
-        """Return several samples, in the order of `indices`."""
-        return [self.get(index, layer_ids) for index in indices]
+    def _shard_of(self, index: int) -> int:
+        return int(np.searchsorted(self._ends, index, side="right")) - 1
 
-    def _verify(self, shard: int, index: int, column: int, parts: Iterable[Tensor]) -> None:
+    def _verify(self, index: int, column: int, parts: Iterable[Tensor]) -> None:
         """Raise UserError where what was read of a sample is not what was written."""
         if self._verified[index, column]:
             return
         if checksum(parts) != self._index.checksums[index, column].tobytes():
-            file = self.path / shard_name(shard)
+            file = self.path / shard_name(self._shard_of(index))
             raise UserError(f"The feature shard {file} is corrupt (its checksum differs from {INDEX_NAME}): {AGAIN}.")
         self._verified[index, column] = True
 

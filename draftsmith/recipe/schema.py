@@ -162,8 +162,8 @@ class TrainSpec:
     """Stop after this many evaluations without a better held-out tau; None never stops early."""
     checkpoint_minutes: float = field(default=5.0, metadata=within(0, 10**6))
     """Minutes between checkpoints to resume from."""
-    workers: int = field(default=0, metadata=within(0, 256))
-    """Processes that read features."""
+    workers: int = field(default=1, metadata=within(0, 256))
+    """Threads that read features while a step computes; 0 reads between steps."""
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")
@@ -290,9 +290,6 @@ class Recipe:
             check_fields(self.head, "head.")  # a method of another package may not do so itself
         name = len(self.name) <= 100 and "/" not in self.name and self.name not in (".", "..")
         require(name, "name", self.name, "it names a folder: at most 100 characters, no /; output_dir takes a path")
-        forks = self.features.source == "online" and self.train.workers > 0
-        reason = "the target cannot be forked for features.source: online: set it to 0"
-        require(not forks, "train.workers", self.train.workers, reason)
 
     @property
     def run_dir(self) -> Path:

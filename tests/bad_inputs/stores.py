@@ -33,7 +33,7 @@ def _build(folder: Path) -> None:
 def read(folder: Path) -> None:
     """Open the store and read every sample."""
     store = FeatureStore(folder)
-    store.get_many(range(len(store)))
+    [*map(store.get, range(len(store)))]
     list(store.samples)
 
 

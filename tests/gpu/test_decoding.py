@@ -48,11 +48,11 @@ def trained(method: str) -> DraftHead:
     """A head that has seen the texts a few hundred times, so that some drafts are accepted and some are not."""
     target = make_target()
     head, samples = make_head(target, method), make_texts()
-    from draftsmith.data.batch import collate
+    from draftsmith.train.feed import read_batch
 
     source = make_data(target, samples).source
     optimizer = torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=3e-3)
-    batch = collate([source.get_many(range(i, i + 4), LAYERS) for i in range(0, 16, 4)], 128).to(DEVICE)
+    batch = read_batch(source, [range(i, i + 4) for i in range(0, 16, 4)], LAYERS, 128).to(DEVICE)
     spec = make_recipe().train.loss
     for _ in range(60):
         optimizer.zero_grad()

@@ -1,6 +1,7 @@
 """Training on a GPU: the trajectory of the CPU in fp32, and a head that learns in bf16."""
 
 import json
+from itertools import chain
 
 import pytest
 import torch
@@ -26,20 +27,21 @@ def test_the_loss_goes_as_on_the_cpu_in_fp32(method, tmp_path):
     # Accelerate remembers its first device for a whole process, so the CPU's losses are computed by hand.
     from draftsmith.decoder.sampling import row_key
     from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
-    from draftsmith.train.schedule import MicroBatches, Schedule, build_optimizers, lr_factor, set_lr
+    from draftsmith.train.feed import Feed
+    from draftsmith.train.schedule import Schedule, build_optimizers, lr_factor, set_lr
 
     target, recipe = make_target("cpu"), make_recipe(epochs=3)
     head, data = make_head(target, method), make_data(target, make_texts())
     optimizers, losses = build_optimizers(head, recipe.train), []
     schedule = Schedule([data.source.lengths[i] for i in data.train], recipe.train, recipe.seed, 1)
     shares = [schedule.share(epoch, 0) for epoch in range(3)]
-    batches = []
-    for epoch, micros in enumerate(shares):
-        seed = row_key(recipe.seed, "epoch", epoch)
-        read = MicroBatches(data.source, data.train, micros, head.reads.layer_ids, 64, seed)
-        batches += [read[i][0] for i in range(len(read))]
-    for step, batch in enumerate(batches):
-        set_lr(optimizers, lr_factor(step, len(batches), recipe.train))
+    feed, total = Feed(data, head.train(), recipe.train, torch.device("cpu")), sum(map(len, shares))
+    windows = chain.from_iterable(
+        feed.windows(micros, row_key(recipe.seed, "epoch", epoch)) for epoch, micros in enumerate(shares)
+    )
+    for step, (micro,) in enumerate(windows):
+        batch = feed.batch(micro)
+        set_lr(optimizers, lr_factor(step, total, recipe.train))
         loss = head_loss(head(batch, head.trains.steps), batch, target.head, head.draft_vocab, recipe.train.loss)
         loss = loss.loss_sum / loss_divisor(batch, recipe.train.loss, head)
         loss.backward()

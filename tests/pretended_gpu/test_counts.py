@@ -108,7 +108,7 @@ def test_extraction(tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch)
         far = extract(target, make_texts(), tmp_path, layer_ids=LAYERS, batch_tokens=256)
         found = gpu.counts.copy_of()
     assert far.ids == store.ids
-    for ours, theirs in zip(far.get_many(range(len(far))), store.get_many(range(len(far))), strict=True):
+    for ours, theirs in zip(map(far.get, range(len(far))), map(store.get, range(len(far))), strict=True):
         torch.testing.assert_close(ours.aux, theirs.aux, rtol=0.05, atol=0.05)
         torch.testing.assert_close(ours.logsumexp, theirs.logsumexp, rtol=0.01, atol=0.01)
     check("extraction", found)
@@ -118,7 +118,7 @@ def test_extraction(tmp_path: Path, store: Any, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("method", [m if m == QUICK[0] else pytest.param(m, marks=pytest.mark.slow) for m in OPTIONS])
 def test_a_training_step(method: str, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = make_recipe(epochs=1, precision="bf16")
-    recipe = replace(recipe, train=replace(recipe.train, optimizer="adamw", max_steps=3, evaluations=1))
+    recipe = replace(recipe, train=replace(recipe.train, optimizer="adamw", max_steps=3, evaluations=1, workers=0))
     with pretended_gpu() as gpu:
         counts, run_step = gpu.counts, loop._Run._step
         found: list[Counts] = []
@@ -158,7 +158,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], Normalize]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_other_settings_wait_for_nothing_in_a_step_either(name: str, store: Any) -> None:
     method, options, normalize = SETTINGS[name]
-    batch = collate([store.get_many([0, 1], LAYERS), store.get_many([2], LAYERS)], 60, seeds=[[1, 2], [3]])
+    batch = collate([[store.get(0), store.get(1)], [store.get(2)]], 60, seeds=[[1, 2], [3]])
     with pretended_gpu() as gpu:
         target, loss = make_target(dtype=torch.bfloat16), LossSpec(normalize=normalize)
         head = methods()[method].build(replace(OPTIONS[method], **options), target, None).train()

@@ -136,7 +136,6 @@ def test_empty_sections_are_the_defaults(tmp_path: Path) -> None:
         (["--train.optimizer", "sgd"], r"not one of \['adamw', 'muon'\]"),
         (["--head.ttt_step", "2"], r"`draftsmith train --method eagle3 --help` lists every key"),
         (["--train.betas", "[0.9, 1.0]"], r"train\.betas is 1.0: it must be from 0 to below 1"),
-        (["--features.source", "online", "--train.workers", "2"], r"train\.workers is 2: .* set it to 0"),
         (["--evaluate.temperatures", "[0, -1]"], r"evaluate\.temperatures is -1\.0"),
         (["--head", "3"], r"head is '3', but it is a section: set its keys, as in --head\.KEY"),
         (["--train.loss", "kl"], r"train\.loss is 'kl', but it is a section"),

@@ -214,11 +214,10 @@ def test_a_gradient_that_is_no_number_ends_the_training_before_it_is_used(target
 def remask(target: Target, learned: Callable[[int, torch.Tensor], torch.Tensor]) -> TrainData:
     """The same texts; `learned` says of a sample's number and positions which of these are learned."""
     data = make_data(target)
-    texts = [data.source.get_many([i], LAYERS)[0] for i in range(24)]
-    samples = [
-        Tokenized(x.ids, x.mask & learned(i, torch.arange(len(x.ids))), x.sample_id, x.slice)
-        for i, x in enumerate(texts)
-    ]
+    samples = []
+    for i in range(24):
+        ids, mask = data.source.text(i)
+        samples.append(Tokenized(ids, mask & learned(i, torch.arange(len(ids))), f"s{i}", data.source.slices[i]))
     return TrainData(OnlineSource(target, samples, LAYERS), data.train, data.heldout)
 
 
@@ -281,17 +280,17 @@ def test_the_clock_counts_reading_and_no_evaluation(
     """A clock that batches move by 1 and evaluations by 1000: a head that reads what must be computed first pays for it. After an
     interruption the seconds and the tokens per second are still those of the whole training."""
     now = [0.0]
-    read, evaluate = loop.MicroBatches.__getitem__, loop.evaluate_heldout
+    read, evaluate = loop.Feed._read, loop.evaluate_heldout
 
-    def slow_read(self, index):
+    def slow_read(*given):
         now[0] += 1.0
-        return read(self, index)
+        return read(*given)
 
     def slow_evaluation(*given):
         now[0] += 1000.0
         return evaluate(*given)
 
-    monkeypatch.setattr(loop.MicroBatches, "__getitem__", slow_read)
+    monkeypatch.setattr(loop.Feed, "_read", slow_read)
     monkeypatch.setattr(loop, "evaluate_heldout", slow_evaluation)
     monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
     if cut:
@@ -305,9 +304,9 @@ def test_the_clock_counts_reading_and_no_evaluation(
 
         monkeypatch.setattr(loop, "set_lr", interrupted)
         with pytest.raises(UserError, match="interrupted at step 2 of 3"):
-            train(make_recipe(max_steps=3), target, make_head(target), make_data(target), tmp_path)
+            train(make_recipe(max_steps=3, workers=0), target, make_head(target), make_data(target), tmp_path)
         now[0] += 500.0
-    train(make_recipe(max_steps=3), target, make_head(target), make_data(target), tmp_path)
+    train(make_recipe(max_steps=3, workers=0), target, make_head(target), make_data(target), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["train_seconds"] == summary["step"] == 3
     assert summary["tokens_per_second"] == summary["tokens"] / 3

@@ -1,6 +1,7 @@
 """The plan of micro-batches, which parameter goes to which optimizer, the learning-rate curve, and Muon against torch's own."""
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,11 @@ from draftsmith.data.batch import Features
 from draftsmith.data.features import store
 from draftsmith.data.features.index import StoreSpec
 from draftsmith.data.features.store import FeatureStore, estimate_bytes
-from draftsmith.decoder.sampling import row_key
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train import schedule
+from draftsmith.train.feed import read_batch
 from draftsmith.train.schedule import (
     Micro,
-    MicroBatches,
     Muon,
     Schedule,
     build_optimizers,
@@ -68,34 +68,11 @@ def test_fillers_repeat_the_first_and_do_not_count() -> None:
     assert {micro.rows for micro in whole if not micro.counts} == {whole[0].rows}
 
 
-class Source:
-    """Samples of three tokens, each named by its number."""
-
-    def get_many(self, indices: list[int], layer_ids: tuple[int, ...]) -> list[Features]:
-        assert layer_ids == (2, 4)
-        return [self.sample(i) for i in indices]
-
-    @staticmethod
-    def sample(i: int) -> Features:
-        states, ids = torch.zeros(3, 2), torch.arange(3) + 10 * i
-        return Features(ids, torch.ones(3).bool(), states, states, ids.int(), torch.zeros(3), str(i), "s")
-
-
-def test_micro_batches_are_read_through_the_index_with_a_seed_for_each_document() -> None:
-    micros = [Micro(((2, 0), (1,)), True), Micro(((1,),), False)]
-    batches = MicroBatches(Source(), [7, 5, 9], micros, (2, 4), 8, seed=6)  # type: ignore[arg-type]
-    assert len(batches) == 2
-    (first, counts), (second, filler) = batches[0], batches[1]
-    assert (counts, filler) == (True, False)
-    assert first.ids.tolist() == [[90, 91, 92, 70, 71, 72, 0, 0], [50, 51, 52, 0, 0, 0, 0, 0]]
-    seven, five, nine = (row_key(6, "train", i) for i in (7, 5, 9))
-    assert first.seeds.tolist() == [[nine] * 3 + [seven] * 3 + [0] * 2, [five] * 3 + [0] * 5]
-    assert second.seeds.tolist() == [[five] * 3 + [0] * 5]
-
-
 def test_an_epoch_opens_every_shard_in_one_stretch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More shards than stay open, read by 1, 2 and 3 processes, which share out the same micro-batches."""
-    samples = [Source.sample(i) for i in range(300)]
+    states, ids = torch.zeros(3, 2), torch.arange(3)
+    plain = Features(ids, ids >= 0, states, states, ids.int(), torch.zeros(3), "", "s")
+    samples = [replace(plain, sample_id=str(i)) for i in range(300)]
     size = estimate_bytes(3, 2, 1, "float32")
     spec = StoreSpec("f" * 16, "float32", (2,), "float32", 2, 50, "s" * 16, 3 * size, 1, ("s",))
     source = write_store(tmp_path, samples, spec)
@@ -113,9 +90,8 @@ def test_an_epoch_opens_every_shard_in_one_stretch(tmp_path: Path, monkeypatch: 
         for rank in range(processes):
             reader, micros = FeatureStore(tmp_path), plan.share(1, rank)
             opened.clear()
-            batches = MicroBatches(reader, index, micros, (2,), 12, seed=0)
-            read = [batches[place] for place in range(len(batches))]
-            assert len(read) == len(micros)
+            for micro in micros:
+                read_batch(reader, [[index[i] for i in row] for row in micro.rows], (2,), 12)
             assert len(opened) <= 2 * 100
             assert len(set(opened)) > store.OPEN_SHARDS
     assert Schedule([3] * len(index), rows, 5, 1, source.shards[index] // 2).order not in ("", order)

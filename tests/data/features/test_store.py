@@ -3,6 +3,7 @@
 import errno
 from collections import namedtuple
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.utils.data import DataLoader
 
 from draftsmith.data.batch import Features, Tokenized
 from draftsmith.data.features import columns, writing
@@ -101,8 +101,6 @@ def test_what_is_read_is_what_was_written(dtype: str, tmp_path: Path) -> None:
     rounded = [
         replace(s, aux=s.aux.to(store.spec.torch_dtype), last=s.last.to(store.spec.torch_dtype)) for s in samples
     ]
-    for found, truth in zip(store.get_many([7, 0, 3]), (rounded[7], rounded[0], rounded[3]), strict=True):
-        assert_equal(found, truth)
     for index, truth in enumerate(rounded):
         assert_equal(store.get(index), truth)
 
@@ -202,7 +200,7 @@ def test_killed_and_resumed_leaves_the_same_bytes(moment: str, tmp_path: Path, m
 
 def read_everything(path: Path, **options: object) -> None:
     store = FeatureStore(path, **options)
-    store.get_many(range(len(store)))
+    [*map(store.get, range(len(store)))]
 
 
 def refused(path: Path, *words: str, **options: object) -> None:
@@ -291,12 +289,16 @@ def counted_hashes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return hashed
 
 
-def test_a_sample_is_verified_once_for_all_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A DataLoader starts its workers anew in every epoch."""
-    write_store(tmp_path, make_features())
-    store = FeatureStore(tmp_path)
-    loader = DataLoader(range(len(store)), batch_size=None, num_workers=1, collate_fn=store.get)
-    assert [one.sample_id for one in loader] == store.ids
+def test_threads_read_at_once_and_what_one_has_verified_no_other_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where most reads open a shard and close another one's."""
+    monkeypatch.setattr(features, "OPEN_SHARDS", 1)
+    samples = make_features()
+    store = write_store(tmp_path, samples)
+    with ThreadPoolExecutor(4) as pool:
+        for found, truth in zip(pool.map(store.get, [*range(9)] * 20), samples * 20, strict=True):
+            assert_equal(found, truth)
     hashed = counted_hashes(monkeypatch)
     assert [store.get(i).sample_id for i in range(len(store))] == store.ids
     assert not hashed
@@ -334,7 +336,7 @@ def test_a_shard_whose_content_is_not_verified_must_still_be_one(tmp_path: Path)
     flipped = bytearray(shard.read_bytes())
     flipped[-5] ^= 1
     shard.write_bytes(flipped)
-    assert len(FeatureStore(tmp_path, verify=False).get_many(range(9))) == 9
+    assert len([*map(FeatureStore(tmp_path, verify=False).get, range(9))]) == 9
     shard.write_bytes(b"\xff" * len(flipped))
     refused(tmp_path, "shard-00001", "cut short or damaged", verify=False)
 

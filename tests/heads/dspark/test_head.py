@@ -6,7 +6,7 @@ from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -237,19 +237,12 @@ def test_slots_without_rows_keep_their_temperature() -> None:
     assert fit_temperatures(nothing, accepted).tolist() == [1.0] * 4
 
 
-class Source:
-    """Stands in for a store of one batch, which `collate` hands through."""
-
-    def get_many(self, row: Any, layers: Any) -> Any:
-        return row
-
-
 def test_a_trained_head_is_calibrated_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, head, batch = trained("dspark", 1.0)
-    monkeypatch.setattr(after_training, "collate", lambda samples, row_tokens: batch)
+    monkeypatch.setattr(after_training, "read_batch", lambda *_: batch)
     save_head(head, tmp_path / "best", target)
     before = [step.logits for step in head(batch, 4).steps]
-    told = after_training.calibrate_best(tmp_path / "best", target, Source(), [[[0]]], 64, Sampling(1.0))
+    told = after_training.calibrate_best(tmp_path / "best", target, cast(Any, None), [[[0]]], 64, Sampling(1.0))
     facts = told["calibration"]
     kept = load_head(tmp_path / "best", target)
     assert kept.temperatures.tolist() == pytest.approx(facts["temperatures"])
@@ -272,8 +265,8 @@ def slowly(head: Any, batch: TrainBatch, target: Any) -> list[float]:
 
 def test_a_head_without_confidence_has_nothing_to_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, head, batch = trained("dflash")
-    monkeypatch.setattr(after_training, "collate", lambda samples, row_tokens: replace(batch))
+    monkeypatch.setattr(after_training, "read_batch", lambda *_: replace(batch))
     save_head(head, tmp_path / "best", target)
     stamp = (tmp_path / "best" / "model.safetensors").stat().st_mtime_ns
-    assert after_training.calibrate_best(tmp_path / "best", target, Source(), [[[0]]], 64, Sampling()) == {}
+    assert after_training.calibrate_best(tmp_path / "best", target, cast(Any, None), [[[0]]], 64, Sampling()) == {}
     assert (tmp_path / "best" / "model.safetensors").stat().st_mtime_ns == stamp

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 import draftsmith
-from draftsmith.data.batch import collate
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
@@ -22,6 +21,7 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods
 from draftsmith.target.pretrained import probe_ids
 from draftsmith.target.target import Target
+from draftsmith.train.feed import read_batch
 from tests.gpu.support import LAYERS, OPTIONS, make_texts
 
 
@@ -30,13 +30,13 @@ def look(target: Target, folder: Path) -> dict[str, Any]:
     a tree, two rows and a prompt that waits."""
     output, samples = target.forward(probe_ids(target), layer_ids=LAYERS), make_texts(6, 10)
     online, store = OnlineSource(target, samples, LAYERS), extract(target, samples, folder, layer_ids=LAYERS)
-    batch = collate([online.get_many([0, 1]), online.get_many([2, 3, 4, 5])], 100).to(target.device)
+    batch = read_batch(online, [[0, 1], [2, 3, 4, 5]], LAYERS, 100).to(target.device)
     torch.manual_seed(0)
     head = methods()["eagle3"].build(OPTIONS["eagle3"], target, None).eval()
     loss = head_loss(head(batch, 3), batch, target.head, head.draft_vocab, LossSpec()).loss_sum
     loss.backward()
     found = [output.aux, output.last, batch.aux, batch.last, loss.detach()]
-    found += [x for f in store.get_many([0, 3]) for x in (f.aux, f.last, f.logsumexp)]
+    found += [x for f in (store.get(0), store.get(3)) for x in (f.aux, f.last, f.logsumexp)]
     gradients = [p.grad.cpu() for p in head.parameters() if p.grad is not None]
     prompts = [[5, 7, 9, 5, 7], [5, 7, 9, 11, 30, 80], [4, 4, 4]]
     requests = [Request(f"p{i}", "a", tuple(ids), 5 + 3 * i, row_key(0, i)) for i, ids in enumerate(prompts)]

@@ -86,6 +86,11 @@ class Plan:
     draw: int | None = None
     loss: LossPlan | None = None
 
+    @property
+    def scored(self) -> list[tuple[int, Tensor]]:
+        """The offsets and rows of the steps, and behind them those of a tuned target."""
+        return [*enumerate(self.rows), *([] if self.tuned is None else [(-1, self.tuned)])]
+
     def laid_out(self, device: torch.device) -> "Plan":
         """Return the plan with what the kernels of a device need besides."""
         if device.type != "cuda":

@@ -51,8 +51,7 @@ def plan_batch(batch: TrainBatch, head: DraftHead, loss: LossSpec, device: torch
     """Return a batch on the CPU with the plan of a training step on `device`. head: in training mode."""
     bare = batch.without_states()
     plan = head.plan(bare, head.trains.steps)
-    scored = [*enumerate(plan.rows), *([] if plan.tuned is None else [(-1, plan.tuned)])]
-    offsets, rows = zip(*scored, strict=True)
+    offsets, rows = zip(*plan.scored, strict=True)
     plan = replace(plan.laid_out(device), loss=plan_loss(rows, offsets, bare, loss))
     divisor, count = float(divisor_of(plan.rows, bare, loss)), int(count_rows(bare))
     covered = len(torch.cat([at + k for k, at in enumerate(plan.rows)]).unique()) if head.trains.blocks else count

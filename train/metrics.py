@@ -80,7 +80,8 @@ def divide_again(head: DraftHead, sums: Tensor, divisor: Tensor) -> Tensor:
 
     A weight is known once its pass is done, and the sum once the last micro-batch's is, when all others have their gradients.
     """
-    weights = sums[6].clamp_min(torch.finfo(sums.dtype).tiny)
+    # Without a label that the head can draft all gradients are zeros, and stay so.
+    weights = torch.where(sums[6] > 0, sums[6], 1.0)
     gradients = [p.grad for p in head.parameters() if p.grad is not None]
     # Of sharded gradients a process has its part.
     own = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]

@@ -166,7 +166,7 @@ class FeatureWriter:
             checksums = bytes.fromhex(json.loads(text)["__metadata__"]["checksums"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
+        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError, RecursionError):
             return None
         lengths = self.samples.records["length"][self.shards[number].start : self.shards[number].stop]
         header, body = shard_header(self.spec, int(lengths.sum(dtype=np.int64)), checksums)

@@ -18,6 +18,7 @@ from draftsmith.data.conversations.templates import check_template_keys, check_t
 from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
 from draftsmith.data.team import Alone, Team
 from draftsmith.errors import UserError
+from draftsmith.heads.base import layer_ids_of
 from draftsmith.heads.formats.engines import Again
 from draftsmith.heads.formats.recognise import refuse_head
 from draftsmith.heads.record import tuned_from
@@ -133,7 +134,7 @@ class Session:
             return None
         if (record := self.data.record("features")) is None or record.state != "done":
             return None
-        return open_parts(
+        parts = open_parts(
             self.target_path,
             recipe.data_path / "features" / PARTS,
             dtype=recipe.target.dtype,
@@ -141,6 +142,8 @@ class Session:
             attn_implementation=recipe.target.attn_implementation,
             trust_remote_code=recipe.target.trust_remote_code,
         )
+        # A head that reads other layers than the store has is told of by what needs them.
+        return parts if parts and parts.layer_ids.issuperset(layer_ids_of(recipe.head, parts)) else None
 
     def load_layers(self) -> None:
         """Load the whole target, where `target` is without its layers."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -35,6 +35,7 @@ from draftsmith.target.folder import (
     hash_weights,
     local_folder,
     read_directory,
+    read_eos_ids,
     stable_config,
     weight_files,
 )
@@ -79,13 +80,23 @@ class TargetParts(Target):
         return self._recorded
 
     @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """As of the whole target, of which transformers reads the generation config too."""
+        return read_eos_ids(cast(Path, self.directory)) or ()
+
+    @property
+    def layer_ids(self) -> set[int]:
+        """The aux layers whose states of the probe are known."""
+        return {int(name.removeprefix("aux.")) for name in self._probe if name.startswith("aux.")}
+
+    @property
     def final_norm(self) -> Tensor | None:
         """[Ht] what `final_norm_weight` found of the whole target."""
         return self._probe.get("final_norm")
 
     def forward(self, input_ids: Tensor, *, layer_ids: tuple[int, ...] = (), **others: Any) -> TargetOutput:
         """Return the states of the probe's tokens."""
-        known = all(f"aux.{k}" in self._probe for k in layer_ids) and torch.equal(input_ids, probe_ids(self))
+        known = self.layer_ids.issuperset(layer_ids) and torch.equal(input_ids, probe_ids(self))
         assert known, f"The layers of {self.path} are not loaded."
         last = self._probe["last"]
         aux = [self._probe[f"aux.{k}"] for k in layer_ids]

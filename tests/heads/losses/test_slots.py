@@ -110,6 +110,11 @@ def test_a_step_is_divided_by_the_weights_of_all_its_micro_batches(target, batch
     assert float(weights) == pytest.approx(sum(float(one.weights) for one in scored))
     for gradient, before in zip([p.grad for p in head.parameters()], given, strict=True):
         torch.testing.assert_close(gradient, before * 10 / weights)
+    # Where no label of a step can be drafted, nothing has a weight.
+    for p in head.parameters():
+        p.grad.zero_()
+    divide_again(head, torch.zeros(7), torch.tensor(10.0))
+    assert not any(p.grad.any() for p in head.parameters())
 
 
 @pytest.mark.parametrize(

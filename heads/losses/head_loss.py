@@ -254,10 +254,9 @@ def by_projection(steps: Sequence[StepOutput]) -> list[list[int]]:
 def _planned(output: HeadOutput, batch: TrainBatch, spec: LossSpec) -> LossPlan:
     """Return the plan of the loss that travels with the batch, or one made now, for which a GPU is waited for, also where a head did not
     compute the rows that it planned."""
-    computed = [(step.offset, id(step.rows)) for step in output.scored]
-    if (plan := batch.plan) is not None and plan.loss is not None:
-        if computed == [(offset, id(at)) for offset, at in plan.scored]:
-            return plan.loss
+    plan, computed = batch.plan, [(step.offset, id(step.rows)) for step in output.scored]
+    if plan is not None and plan.loss is not None and computed == [(offset, id(at)) for offset, at in plan.scored]:
+        return plan.loss
     rows, offsets = [step.rows.cpu() for step in output.scored], [step.offset for step in output.scored]
     return move(plan_loss(rows, offsets, batch.without_states().to("cpu"), spec), batch.ids.device)
 

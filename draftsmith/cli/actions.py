@@ -36,7 +36,7 @@ from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session, choose_device
 from draftsmith.stages.tree_search import search_tree
 from draftsmith.storage import check_file, check_ours, write_json, write_text
-from draftsmith.train.process import LAUNCHED
+from draftsmith.train.process import LAUNCHED, world
 
 
 def run(own: Namespace, words: list[str]) -> int:
@@ -62,7 +62,8 @@ def regenerate(own: Namespace, words: list[str]) -> int:
     if not session.recipe.answers.regenerate:
         raise UserError("answers.regenerate is false in this recipe: set it to true to let the target answer.")
     launch = launching.check_launching(session, own.launch)
-    look_at(session, session.conversations, learned=False)
+    if world().main:  # the others read no conversations but those that they answer
+        look_at(session, session.conversations, learned=False)
     if launch:
         launching.launch(session, launch, "regenerate", words)
     else:
@@ -77,7 +78,8 @@ def extract(own: Namespace, words: list[str]) -> int:
     if session.recipe.features.source == "online":
         raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
     launch = launching.check_launching(session, own.launch)
-    preflight(session, "extract")
+    if world().main:
+        preflight(session, "extract")
     if launch:
         launching.launch(session, launch, "extract", words)
     else:
@@ -91,7 +93,8 @@ def train(own: Namespace, words: list[str]) -> int:
     session = _session("train", words, own.redo)
     launching.check_script(own.script, session.recipe.method)
     launch = launching.check_launching(session, own.launch)
-    preflight(session, "train")
+    if world().main:
+        preflight(session, "train")
     if launch and not launching.train(session, launch, words):
         return 0
     _put(make_stages(session, "train").head)

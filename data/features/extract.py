@@ -82,7 +82,7 @@ def extract(
                 for batch in (batch for chunk in chunks for batch in chunk.batches):
                     passes.run(batch, rows)
                     behind.put(partial(shown.update, sum(lengths[i] for i in wanted.intersection(batch))))
-                behind.put(partial(_write, writer, rows, own, merge=team.rank == 0))
+                    behind.put(partial(_write, writer, rows, own, merge=team.rank == 0))
         if team.rank == 0:
             shown.wait(writer.merge)
             writer.finish()
@@ -186,9 +186,11 @@ def _receive(rows: dict[int, Rows], samples: dict[int, Tokenized], states: Rows,
         rows[number] = own | {name: part[at] for name, part in parts.items()}
 
 
-def _write(writer: FeatureWriter, rows: dict[int, Rows], shards: Sequence[int], *, merge: bool) -> None:
-    for number in shards:
+def _write(writer: FeatureWriter, rows: dict[int, Rows], left: list[int], *, merge: bool) -> None:
+    """Write those of the shards that are left for which all samples have come."""
+    for number in [shard for shard in left if all(i in rows for i in writer.shards[shard])]:
         writer.write(number, [rows.pop(i) for i in writer.shards[number]])
+        left.remove(number)
         if merge:
             writer.merge()
 

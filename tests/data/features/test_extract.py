@@ -201,10 +201,10 @@ def test_an_error_of_the_writer_ends_the_extraction_in_its_sentence(
     target, samples = make_target(), make_samples()
     extract(target, samples, tmp_path / "whole", **SMALL)
     monkeypatch.setattr(writing, "write_shard", full)
-    with pytest.raises(UserError, match=r"No space left on device while writing .*shard-00002"):
+    with pytest.raises(UserError, match=r"No space left on device while writing .*shard-\d+\.safetensors"):
         extract(target, samples, tmp_path / "broken", **SMALL)
     assert len(written) == 3
-    assert len(read_index(tmp_path / "broken").shards) == 2
+    assert len(list((tmp_path / "broken").glob("shard-*"))) == 2
     monkeypatch.undo()
     extract(target, samples, tmp_path / "broken", **SMALL)
     assert all_bytes(tmp_path / "broken") == all_bytes(tmp_path / "whole")

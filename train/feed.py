@@ -5,12 +5,13 @@ computes. States that the target computes online stay on its device. Which threa
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,18 +118,20 @@ class Feed:
         self._left = deque[Fed]()
         self._sender: Any = None
 
-    def windows(self, micros: Sequence[Micro], seed: int) -> Iterator[list[Fed]]:
+    def windows(self, micros: Iterable[tuple[Micro, int]]) -> Iterator[list[Fed]]:
         """Yield the micro-batches of each optimizer step, in order. A window's memory is used again once the next one is asked for.
-        seed: the epoch's, from which each document's is drawn."""
-        waiting, free, reading = deque(micros), deque(self._buffers), deque[Any]()
+        micros: with the epoch's seed, from which each document's is drawn."""
+        waiting, free, reading = iter(micros), deque(self._buffers), deque[Any]()
         self._unsent.clear()
         self._sent.clear()
         ahead = self._spec.workers > 0
         with _threads(self._spec.workers) as readers, _threads(int(ahead and self._side is not None)) as self._sender:
-            while waiting or reading:
-                while free and waiting:
-                    reading.append(readers.submit(self._read, waiting.popleft(), free.popleft(), seed))
+            while True:
+                for micro, seed in islice(waiting, len(free)):
+                    reading.append(readers.submit(self._read, micro, free.popleft(), seed))
                     self._unsent.append(reading[-1])
+                if not reading:
+                    return
                 self._send()
                 window = [reading.popleft().result() for _ in range(self._spec.accumulation)]
                 self._left = deque(window)

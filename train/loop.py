@@ -51,7 +51,7 @@ from draftsmith.train.metrics import (
 )
 from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, whole_head, whole_state
 from draftsmith.train.process import ENDING, Interrupt
-from draftsmith.train.schedule import Schedule, TrainData, build_optimizers, lr_factor, set_lr
+from draftsmith.train.schedule import Micro, Schedule, TrainData, build_optimizers, lr_factor, set_lr
 
 _EARLY = 200
 """Steps until the first evaluation of a long run."""
@@ -177,7 +177,7 @@ class _Run:
         with bar, Interrupt() as interrupt:
             while progress.step < self.total and not self._stale(progress) and not stopping:
                 before = time.perf_counter()
-                for window in self._windows(progress.step):
+                for window in self.feed.windows(self._micros(progress.step)):
                     record, progress = self._step(window, progress)
                     held.step_ended()
                     self.pace.seconds += time.perf_counter() - before
@@ -236,12 +236,13 @@ class _Run:
     def _stale(self, progress: Progress) -> bool:
         return self.spec.patience is not None and progress.stale >= self.spec.patience
 
-    def _windows(self, step: int) -> Iterator[list[Fed]]:
-        """Return the micro-batches of each optimizer step in the epoch that `step` falls into."""
-        epoch, skip = self._locate(step)
-        micros = self.schedule.share(epoch, self.accelerator.process_index, skip)
-        seed = row_key(self.recipe.seed, "epoch", epoch)
-        return self.feed.windows(micros, seed)
+    def _micros(self, step: int) -> Iterator[tuple[Micro, int]]:
+        """Yield the micro-batches of this process from `step` on, each with its epoch's seed."""
+        first, skip = self._locate(step)
+        for epoch in range(first, self.spec.epochs):
+            seed = row_key(self.recipe.seed, "epoch", epoch)
+            for micro in self.schedule.share(epoch, self.accelerator.process_index, skip if epoch == first else 0):
+                yield micro, seed
 
     def _locate(self, step: int) -> tuple[int, int]:
         """Return the epoch that `step` falls into, and the steps before it in that epoch."""

@@ -181,13 +181,13 @@ class FeatureStore:
                 "extract again with all the layers that the heads need in features.layer_ids."
             )
         for index, place in zip(indices, places, strict=True):
-            part, streams = self._rows(index, COMMON), self._rows(index, [f"aux.{k}" for k in layer_ids])
-            self._verify(index, 0, part.values())
-            for k, stream in zip(layer_ids, streams.values(), strict=True):
-                self._verify(index, 1 + self.layer_ids.index(k), (stream,))
-            for name in ("last", "top1", "logsumexp"):
-                getattr(place, name).copy_(part[name])
-            for column, stream in zip(place.aux.split(self.hidden_size, -1), streams.values(), strict=False):
+            self._verify(index, 0, COMMON)
+            for k in layer_ids:
+                self._verify(index, 1 + self.layer_ids.index(k), (f"aux.{k}",))
+            for name, part in self._rows(index, ("last", "top1", "logsumexp")).items():
+                getattr(place, name).copy_(part)
+            streams = self._rows(index, [f"aux.{k}" for k in layer_ids]).values()
+            for column, stream in zip(place.aux.split(self.hidden_size, -1), streams, strict=False):
                 column.copy_(stream)
 
     def _rows(self, index: int, names: Iterable[str]) -> dict[str, Tensor]:
@@ -201,11 +201,11 @@ class FeatureStore:
     def _shard_of(self, index: int) -> int:
         return int(np.searchsorted(self._ends, index, side="right")) - 1
 
-    def _verify(self, index: int, column: int, parts: Iterable[Tensor]) -> None:
-        """Raise UserError where what was read of a sample is not what was written."""
+    def _verify(self, index: int, column: int, names: Iterable[str]) -> None:
+        """Raise UserError where what is read of a sample is not what was written."""
         if self._verified[index, column]:
             return
-        if checksum(parts) != self._index.checksums[index, column].tobytes():
+        if checksum(self._rows(index, names).values()) != self._index.checksums[index, column].tobytes():
             file = self.path / shard_name(self._shard_of(index))
             raise UserError(f"The feature shard {file} is corrupt (its checksum differs from {INDEX_NAME}): {AGAIN}.")
         self._verified[index, column] = True

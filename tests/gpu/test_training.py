@@ -1,7 +1,6 @@
 """Training on a GPU: the trajectory of the CPU in fp32, and a head that learns in bf16."""
 
 import json
-from itertools import chain
 
 import pytest
 import torch
@@ -36,10 +35,9 @@ def test_the_loss_goes_as_on_the_cpu_in_fp32(method, tmp_path):
     schedule = Schedule([data.source.lengths[i] for i in data.train], recipe.train, recipe.seed, 1)
     shares = [schedule.share(epoch, 0) for epoch in range(3)]
     feed, total = Feed(data, head.train(), recipe.train, torch.device("cpu")), sum(map(len, shares))
-    windows = chain.from_iterable(
-        feed.windows(micros, row_key(recipe.seed, "epoch", epoch)) for epoch, micros in enumerate(shares)
-    )
-    for step, (micro,) in enumerate(windows):
+    seeds = [row_key(recipe.seed, "epoch", epoch) for epoch in range(3)]
+    micros = ((micro, seed) for share, seed in zip(shares, seeds, strict=True) for micro in share)
+    for step, (micro,) in enumerate(feed.windows(micros)):
         batch = feed.batch(micro)
         set_lr(optimizers, lr_factor(step, total, recipe.train))
         loss = head_loss(head(batch, head.trains.steps), batch, target.head, head.draft_vocab, recipe.train.loss)

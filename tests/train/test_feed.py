@@ -52,7 +52,7 @@ def make_feed(source: FeatureSource, target: Target, workers: int, method: str =
 
 
 def batches(feed: Feed, seed: int) -> Iterator[TrainBatch]:
-    for window in feed.windows(MICROS, seed):
+    for window in feed.windows((micro, seed) for micro in MICROS):
         assert len(window) == 2
         for fed in window:
             yield feed.batch(fed)
@@ -93,7 +93,9 @@ def test_batches_are_those_that_are_read_one_by_one(workers: int, store: Feature
         assert not reading()
         for ours, theirs in zip(batches(feed, seed), slowly(store, head, seed), strict=True):
             assert_equal(ours, theirs)
-    counted = [(fed.counts, fed.rows, fed.tokens) for window in feed.windows(MICROS, 6) for fed in window]
+    counted = [
+        (fed.counts, fed.rows, fed.tokens) for window in feed.windows((micro, 6) for micro in MICROS) for fed in window
+    ]
     assert [counts for counts, _, _ in counted] == [micro.counts for micro in MICROS]
     whole = [*slowly(store, head, 6)]
     assert [tokens for _, _, tokens in counted] == [int((batch.document >= 0).sum()) for batch in whole]
@@ -120,7 +122,7 @@ def test_a_batch_of_a_gpu_is_one_copy_of_its_bytes_out_of_pinned_memory(workers:
 def test_the_next_batch_is_copied_while_a_step_computes(store: FeatureStore) -> None:
     with pretended_gpu():
         feed = make_feed(store, make_target(), 1)
-        for window in feed.windows(MICROS, 6):
+        for window in feed.windows((micro, 6) for micro in MICROS):
             for fed in window:
                 feed.batch(fed)
                 if feed._unsent or feed._sent:
@@ -152,7 +154,7 @@ def test_a_step_that_is_left_out_leaves_its_batches_behind(store: FeatureStore) 
     head = make_head(make_target("cpu"), "dflash").train()
     with pretended_gpu():
         feed = make_feed(store, make_target(), 2)
-        for number, window in enumerate(feed.windows(MICROS, 6)):
+        for number, window in enumerate(feed.windows((micro, 6) for micro in MICROS)):
             if number:
                 found = [feed.batch(fed) for fed in window]
         for ours, theirs in zip(found, [*slowly(store, head, 6)][2:], strict=True):
@@ -174,7 +176,7 @@ def test_a_damaged_shard_is_one_sentence_and_threads_end(workers: int, tmp_path:
 
 
 def test_threads_end_where_training_does(store: FeatureStore) -> None:
-    windows = make_feed(store, make_target("cpu"), 3).windows(MICROS, 6)
+    windows = make_feed(store, make_target("cpu"), 3).windows((micro, 6) for micro in MICROS)
     next(windows)
     assert reading()
     windows.close()

@@ -1,0 +1,165 @@
+"""Feed a training with the hidden states of an 8B target: python -m scripts.bench.feed --output docs/results/feed.json
+
+Says what a micro-batch of 8,192 tokens takes of a core, and which share of the time a training waits for it whose step computes for
+170 ms (a pretended step, which sleeps). With `--before FOLDER`, a checkout of a version that had torch's DataLoader, that takes turns.
+Memory is not pinned, and nothing is copied to a device: there is none.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+
+from draftsmith.data.batch import Tokenized
+from draftsmith.data.features import store, writing
+from draftsmith.data.features.index import StoreSpec
+from draftsmith.data.features.store import FeatureStore
+from draftsmith.heads.eagle3 import Eagle3Options
+from draftsmith.heads.registry import methods
+from draftsmith.machine import environment_json
+from draftsmith.recipe.schema import TrainSpec
+from draftsmith.storage import write_json
+from draftsmith.train.feed import Feed
+from draftsmith.train.schedule import Schedule, TrainData
+from tests.models import make_target
+
+HIDDEN, LAYERS, LENGTH, PER_BATCH = 4096, (2, 4, 6), 512, 16
+COMPUTE = 0.17
+BEFORE = """
+import sys, torch
+from torch.utils.data import DataLoader
+from draftsmith.data.features.store import FeatureStore
+from draftsmith.recipe.schema import TrainSpec
+from draftsmith.train.schedule import MicroBatches, Schedule
+torch.set_num_threads(1)
+source = FeatureStore(sys.argv[1], verify=False)
+index = list(range(len(source)))
+schedule = Schedule(source.lengths, TrainSpec(), 0, 1)
+
+def read(epochs):
+    for number in epochs:
+        micros = MicroBatches(source, index, schedule.share(number, 0), (2, 4, 6), 2048, number)
+        yield from DataLoader(micros, batch_size=None)
+"""
+"""What reads batches in a version that had the DataLoader."""
+TIMED = """
+import json, time
+
+def timed(compute, epochs):
+    started, begun, waited, count = time.perf_counter(), time.process_time(), 0.0, 0
+    batches = iter(read(epochs))
+    while True:
+        asked = time.perf_counter()
+        batch = next(batches, None)
+        waited += time.perf_counter() - asked
+        if batch is None:
+            break
+        count += 1
+        time.sleep(compute)
+    seconds = time.perf_counter() - started
+    return {"core_ms": 1e3 * (time.process_time() - begun) / count, "waiting": waited / seconds}
+
+timed(0, [0])
+print(json.dumps({"read": timed(0, [1, 2]), "train": timed(%r, [3, 4, 5])}))
+"""
+
+
+def write(folder: Path, batches: int) -> None:
+    """Write a store of so many micro-batches of 8,192 tokens."""
+    count = batches * PER_BATCH
+    size = store.estimate_bytes(LENGTH, HIDDEN, len(LAYERS), "bfloat16")
+    spec = StoreSpec(
+        "f" * 16, "bfloat16", LAYERS, "bfloat16", HIDDEN, 100, "s" * 16, PER_BATCH * size, PER_BATCH * LENGTH, ("chat",)
+    )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(100, (LENGTH,), generator=generator)
+    mask = torch.arange(LENGTH) >= LENGTH // 2
+    state = torch.randn(LENGTH, HIDDEN, generator=generator).bfloat16()
+    rows = {"ids": ids.int(), "mask": mask, "last": state, "top1": ids.int(), "logsumexp": ids.float()}
+    rows |= {f"aux.{k}": state for k in LAYERS}
+    with mock.patch("os.fsync"):
+        writing.begin_store(folder, spec, [Tokenized(ids, mask, f"{number}", "chat") for number in range(count)])
+        writer = writing.FeatureWriter(folder)
+        for number, numbers in enumerate(writer.shards):
+            writer.write(number, [rows] * len(numbers))
+            writer.merge()
+        writer.finish()
+
+
+def feed_of(folder: Path, verify: bool = False) -> Callable[[Sequence[int]], Iterator[Any]]:
+    """Return what reads the batches of epochs, with the plans of an EAGLE-3 head of seven steps."""
+    source, spec, device = FeatureStore(folder, verify=verify), TrainSpec(), torch.device("cpu")
+    head = methods()["eagle3"].build(Eagle3Options(layer_ids=list(LAYERS)), make_target(), None).train()
+    feed = Feed(TrainData(source, list(range(len(source))), []), head, spec, device)
+    schedule = Schedule(source.lengths, spec, 0, 1)
+
+    def read(epochs: Sequence[int]) -> Iterator[Any]:
+        for window in feed.windows((micro, number) for number in epochs for micro in schedule.share(number, 0)):
+            for fed in window:
+                yield feed.batch(fed)
+
+    return read
+
+
+def checks(folder: Path) -> float:
+    """Return the milliseconds of a core that a micro-batch takes the first time besides, when its contents are checked."""
+    found = []
+    for verify in (True, False):
+        read, begun = feed_of(folder, verify), time.process_time()
+        count = sum(1 for _ in read([0]))
+        found.append(1e3 * (time.process_time() - begun) / count)
+    return found[0] - found[1]
+
+
+def main(argv: list[str]) -> int:
+    """Run the bench; return 0."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.feed", description=__doc__)
+    parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--before", type=Path)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--read", type=Path, help="only read the store in this folder")
+    own = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if own.read:
+        exec(TIMED % COMPUTE, {"read": feed_of(own.read)})
+        return 0
+    command = f"python -m scripts.bench.feed --batches {own.batches} --turns {own.turns}"
+    facts = environment_json() | {"command": command + (" --before CHECKOUT" if own.before else "")}
+    found: dict[str, list[Any]] = {"before": [], "after": []}
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), own.batches)
+        facts["checks_ms"] = checks(Path(folder))
+        for _ in range(own.turns):
+            runs = {"after": (["-m", "scripts.bench.feed", "--read", folder], Path.cwd())}
+            if own.before:
+                runs["before"] = (["-c", BEFORE + TIMED % COMPUTE, folder], own.before)
+            for name, (arguments, where) in runs.items():
+                made = subprocess.run(
+                    [sys.executable, *arguments], cwd=where, capture_output=True, text=True, check=True
+                ).stdout
+                found[name].append(json.loads(made.splitlines()[-1]))
+    for name, turns in found.items():
+        if turns:
+            facts[name] = {
+                "core_ms_per_8192_tokens": median(one["read"]["core_ms"] for one in turns),
+                "share_waiting": median(one["train"]["waiting"] for one in turns),
+                "turns": turns,
+            }
+    if own.output:
+        write_json(own.output, facts)
+    print(json.dumps(facts, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

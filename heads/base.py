@@ -30,6 +30,29 @@ def _same(logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Selector:
+    """Chooses a step's token among its likeliest (DFlash2).
+
+    Attributes:
+        top_k: how many.
+        rescore: their indices [R, C], their logits, and what of a step's `inputs` is not its states -> their scores [R, C].
+    """
+
+    top_k: int
+    rescore: Callable[..., Tensor]
+
+    def candidates(self, logits: Tensor) -> Tensor:
+        """Logits [R, W] -> the indices [R, C] of the likeliest, these first."""
+        return logits.topk(min(self.top_k, logits.shape[-1]), -1).indices
+
+    def chosen(self, logits: Tensor, states: Tensor, *more: Tensor) -> Tensor:
+        """Return the scores [R, W] that a token is drafted by, from a step's logits and inputs: -inf at all but the candidates."""
+        among = self.candidates(logits)
+        scores = self.rescore(among, logits.gather(-1, among), *more)
+        return torch.full_like(logits, -torch.inf, dtype=scores.dtype).scatter(-1, among, scores)
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """The draft logits of one step (EAGLE-3) or head (Medusa), computed when they are asked for: those of all rows and steps may
     take more memory than there is.
@@ -45,6 +68,7 @@ class StepOutput:
         feature: [R, H] the predicted last state of the target at position t+1+offset (EAGLE-1).
         confidence: [R] the log-odds that the drafted token is accepted, given that those before it are (DSpark).
         stops: [R] bool, True where the draft ends before this token, which it must not depend on.
+        selector: what chooses among the likeliest tokens; drafts then have its scores for logits. None: nothing does.
         precision: the autocast that `project` runs in, that of the place where the step was made.
     """
 
@@ -55,6 +79,7 @@ class StepOutput:
     feature: Tensor | None = None
     confidence: Tensor | None = None
     stops: Tensor | None = None
+    selector: Selector | None = None
     precision: tuple[torch.dtype, bool] = (torch.float32, False)
 
     def __post_init__(self) -> None:
@@ -77,15 +102,19 @@ class StepOutput:
 
     @property
     def logits(self) -> Tensor:
-        """All logits, [R, W]."""
-        return self.projected(*self.sources)
+        """The logits [R, W] that tokens are drafted by."""
+        return self._drafted(*self.sources)
 
     def logits_of(self, piece: Piece) -> Tensor:
-        """Return the logits of some of the rows."""
-        return self.projected(*(x[piece] for x in self.sources))
+        """Return those of some of the rows."""
+        return self._drafted(*(x[piece] for x in self.sources))
+
+    def _drafted(self, *inputs: Tensor) -> Tensor:
+        logits = self.projected(*inputs)
+        return logits if self.selector is None else self.selector.chosen(logits, *inputs)
 
     def projected(self, *inputs: Tensor) -> Tensor:
-        """Return the logits of such inputs, in the step's precision."""
+        """Return the logits of such inputs, before any selector, in the step's precision."""
         dtype, enabled = self.precision
         with torch.autocast(self.rows.device.type, dtype if enabled else None, enabled=enabled):
             return self.project(*inputs)
@@ -168,6 +197,9 @@ class Drafts:
     """The longest draft; None: there is no limit."""
     fixed_length: bool = True
     """Every draft is as long as asked for. False: a draft may end early, so that its length does not tell its cost."""
+    own_pass: bool = False
+    """A draft of another length has other tokens from its first on (DFlash2), so that each length has a training pass of its own, with
+    so many steps. False: a shorter draft is the beginning of a longer one."""
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,7 @@ _SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
 _BLOCK = {"layer_ids": [2, 4, 6], "block_size": 4, "mask_token_id": 0, "num_layers": 2, "anchors": 4}
 SMALL_HEADS: dict[str, dict[str, Any]] = {
     "dflash": _BLOCK,
+    "dflash2": {**_BLOCK, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6},
     "draft_model": {"num_hidden_layers": 1},
     "dspark": {**_BLOCK, "markov_rank": 4},
     "eagle1": {"aligned_passes": 3},

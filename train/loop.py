@@ -359,7 +359,7 @@ class _Run:
             "heldout_chance": held.chance,
             "heldout_acceptance": held.acceptance,
             "tau": {"overall": held.tau, "slices": held.tau_by_slice},
-            **{f"heldout_{name}": figures for name, figures in held.tuned.items()},
+            **{f"heldout_{name}": figures for name, figures in held.more.items()},
         }
         if not progress.best_tau and self.accelerator.is_main_process:
             warn_at_chance(held)

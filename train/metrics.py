@@ -5,7 +5,7 @@ what it fits to them after training.
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -131,8 +131,8 @@ class HeldOut:
 
     loss: per supervised row, as in training, over all answers and per slice. accuracy, acceptance: per step.
     tau: simulated accepted length at K drafts, over all answers and per slice. chance: the accuracy of always guessing
-    the target's most common choice. tuned: "tuned" -> how far a tuned target is from the original (see `tuned_figures`), empty
-    where no target is tuned. A tuned target verifies by its own distribution, but tau is an approximation, since the answers
+    the target's most common choice. more: "tuned" -> how far a tuned target is from the original (see `tuned_figures`), and
+    "selector" -> what a head's selector is worth (see `_Chosen`), where there are such. A tuned target verifies by its own distribution, but tau is an approximation, since the answers
     are the original's.
     """
 
@@ -143,7 +143,7 @@ class HeldOut:
     tau: float
     tau_by_slice: dict[str, float]
     chance: float
-    tuned: dict[str, Any]
+    more: dict[str, Any]
 
 
 def make_heldout_batches(source: FeatureSource, index: Sequence[int], row_tokens: int, rows: int) -> list[Batch]:
@@ -175,6 +175,7 @@ def evaluate_heldout(
     losses: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     sums, tuned = torch.zeros(3, train_steps, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     tallies: dict[str, list[Tally]] = defaultdict(list)
+    chosen = _Chosen(torch.zeros(2, train_steps, dtype=torch.float64), [])
     choices = torch.zeros(target_head.vocab_size, dtype=torch.int64)
     for plan in batches:
         batch = read_batch(source, plan, head.reads.layer_ids, row_tokens).to(device)
@@ -183,15 +184,22 @@ def evaluate_heldout(
             trained = HeadOutput(output.steps[:train_steps], output.tuned)
             scored = head_loss(trained, batch, target_head, head.draft_vocab, spec)
             divisor = loss_divisor(batch, spec, head) if scored.weights is None else scored.weights
+            if head.drafts.own_pass and num_speculative_tokens != train_steps:
+                output = head(batch, num_speculative_tokens)
             accepted = acceptance(output, batch, target_head, head.draft_vocab, sampling)
         tuned += 0 if scored.tuned is None else scored.tuned.double().cpu()
         of_slice = losses[source.slices[plan[0][0]]]
         of_slice[0] += float(scored.loss_sum)
         of_slice[1] += float(divisor)
         sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()
-        chosen = batch.top1.flatten()[output.steps[0].rows + 1].cpu()
-        choices += torch.bincount(chosen, minlength=len(choices))
+        likeliest = batch.top1.flatten()[output.steps[0].rows + 1].cpu()
+        choices += torch.bincount(likeliest, minlength=len(choices))
         answers = find_answers(batch)
+        if scored.selector is not None:
+            plain = HeadOutput(tuple(replace(step, selector=None) for step in output.steps))
+            without = acceptance(plain, batch, target_head, head.draft_vocab, sampling)
+            chosen.sums.add_(scored.selector.double().cpu())
+            chosen.plain.extend(simulate(without.c_BLK, answers, num_speculative_tokens))
         for answer, tally in zip(answers, simulate(accepted.c_BLK, answers, num_speculative_tokens), strict=True):
             tallies[source.slices[plan[answer.row][answer.document]]].append(tally)
     everything = total((t for group in tallies.values() for t in group), num_speculative_tokens)
@@ -204,8 +212,26 @@ def evaluate_heldout(
         everything.tau or 0.0,
         {name: tau for name, tau in by_slice.items() if tau is not None},
         int(choices.max()) / max(1, int(choices.sum())),
-        tuned_figures(*tuned[1:].tolist()),
+        tuned_figures(*tuned[1:].tolist()) | chosen.figures(sums[2], everything.tau, num_speculative_tokens),
     )
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """What a head's selector is worth on held-out answers. sums: [2, S] of `LossOutput.selector`; plain: tallies of drafts without it."""
+
+    sums: Tensor
+    plain: list[Tally]
+
+    def figures(self, rows_S: Tensor, tau: float | None, num_speculative_tokens: int) -> dict[str, Any]:
+        """Return by step the accuracy of the plain logits and how often the candidates hold the target's likeliest token; tau of drafts
+        without the selector, and the `lift` to that with it. Nothing for a head without one."""
+        if not self.plain:
+            return {}
+        plain_accuracy, recall = (self.sums / rows_S.clamp(min=1)).tolist()
+        plain = total(self.plain, num_speculative_tokens).tau or 0.0
+        lifted = {"plain_tau": plain, "lift": (tau or 0.0) - plain}
+        return {"selector": {"recall": recall, "plain_accuracy": plain_accuracy, **lifted}}
 
 
 def calibrate_best(

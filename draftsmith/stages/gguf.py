@@ -23,7 +23,12 @@ from draftsmith.target.gguf_file import is_gguf, model_folder, open_gguf
 
 SCRIPT, LIBRARY = "convert_hf_to_gguf.py", "gguf-py"
 LAYOUT, WHOLE = "eagle3_llama_cpp", "draft_model"
-HEADS = {LAYOUT: "draft-eagle3", "dflash_llama_cpp": "draft-dflash", "dspark_llama_cpp": "draft-dspark"}
+HEADS = {
+    LAYOUT: "draft-eagle3",
+    "dflash_llama_cpp": "draft-dflash",
+    "dflash2_llama_cpp": "draft-dflash",
+    "dspark_llama_cpp": "draft-dspark",
+}
 """The layouts that can be converted: those of heads, with their names for llama-server's --spec-type (they need the
 target's tokenizer), and WHOLE, that of whole models."""
 PACKAGES = {"yaml": "PyYAML", "google": "protobuf"}

@@ -49,12 +49,13 @@ class Simulator:
     """How the acceptance of a drafter follows from passes of the target over finished answers.
 
     accept: from the target, what a pass gave, the sampling settings and max_k to the acceptance of max_k drafts.
-    layer_ids: the aux layers that it reads. levels: tokens at each depth of its tree, None for a chain.
+    layer_ids: the aux layers that it reads. levels: tokens at each depth of its tree, None for a chain. own_pass: see `Drafts`.
     """
 
     accept: Callable[[Target, TrainBatch, Sampling, int], Acceptance]
     layer_ids: tuple[int, ...] = ()
     levels: tuple[int, ...] | None = None
+    own_pass: bool = False
 
     def __call__(self, target: Target, generations: Sequence[Generation], sampling: Sampling, max_k: int) -> Simulation:
         """Simulate drafts of 1..max_k tokens on finished answers, see `simulate_together`."""
@@ -73,7 +74,7 @@ def head_simulator(head: DraftHead, *, tree: StaticTree | None = None, greedy_dr
             output = head(batch, max_k)
             return acceptance(output, batch, target.head, vocab_W, sampling, tree=tree, greedy_drafts=greedy_drafts)
 
-    return Simulator(accept, head.reads.layer_ids, None if tree is None else tree.levels)
+    return Simulator(accept, head.reads.layer_ids, None if tree is None else tree.levels, head.drafts.own_pass)
 
 
 def simulate_generations(
@@ -107,11 +108,17 @@ def simulate_together(
         answers = find_answers(batch)
         assert len(answers) == len(indices)
         for drafter, (simulator, max_k) in enumerate(drafters):
-            accepted = simulator.accept(target, _read(batch, layers, simulator.layer_ids), sampling, max_k)
-            off_text[drafter] += accepted.off_text
+            read, lengths = _read(batch, layers, simulator.layer_ids), range(1, max_k + 1)
+            passes = [simulator.accept(target, read, sampling, k) for k in (lengths if simulator.own_pass else [max_k])]
+            off_text[drafter] += passes[-1].off_text
             by_k = [
-                simulate(accepted.c_BLK, answers, k, None if simulator.levels is None else simulator.levels[:k])
-                for k in range(1, max_k + 1)
+                simulate(
+                    passes[-1 if len(passes) == 1 else k - 1].c_BLK,
+                    answers,
+                    k,
+                    simulator.levels and simulator.levels[:k],
+                )
+                for k in lengths
             ]
             by_answer = zip(indices, zip(*by_k, strict=True), strict=True)
             by_index[drafter] |= {order[index]: list(tallies) for index, tallies in by_answer}

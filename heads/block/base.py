@@ -13,8 +13,9 @@ projection are used, frozen. A layer is Qwen3's, with norms of queries and keys.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar, Self, TypeVar
 
 import torch
@@ -91,6 +92,8 @@ class BlockHead(DraftHead):
 
     options_class: ClassVar[type[BlockOptions]]
     first_slot: int
+    window: int | None = None
+    """How many positions a slot sees, its own the last of them; None for all."""
 
     def __init__(
         self,
@@ -110,7 +113,7 @@ class BlockHead(DraftHead):
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.fc = nn.Linear(len(layer_ids) * H, H, bias=False)
         self.hidden_norm = RMSNorm(H, eps=eps)
-        self.layers = nn.ModuleList(PlainLayer(config, BlockAttention(config)) for _ in range(options.num_layers))
+        self.layers = nn.ModuleList(self.make_layer() for _ in range(options.num_layers))
         self.norm = RMSNorm(H, eps=eps)
         self.rotary_emb = Rotary(config)
 
@@ -131,6 +134,14 @@ class BlockHead(DraftHead):
             head = cls(options, derive_layer_config(options, target), target, layer_ids, vocab)
         start_norm(head.norm, target)
         return head
+
+    def make_layer(self) -> PlainLayer:
+        """Return a new decoder layer."""
+        return PlainLayer(self.config, BlockAttention(self.config))
+
+    def slots(self, tokens: int) -> int:
+        """Return the slots of a block that drafts so many tokens: a whole one, however many are asked for."""
+        return self.options.block_size
 
     @abstractmethod
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
@@ -162,7 +173,8 @@ class BlockHead(DraftHead):
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_k, W] of the first `num_steps` steps (all of them, if there are fewer)."""
         plan, context = self.planned(batch, num_steps), self._context_keys(batch)
-        out_RSH = torch.cat([self._fill(batch, queries, context) for queries in plan.queries])
+        slots = self.slots(self.clamp_draft_length(num_steps))
+        out_RSH = torch.cat([self._fill(batch, queries, context, slots) for queries in plan.queries])
         states = [self.norm(out_RSH[at, self.first_slot + step]) for step, at in enumerate(plan.among)]
         return HeadOutput(tuple(self.outputs(states, plan.rows, batch)))
 
@@ -170,10 +182,10 @@ class BlockHead(DraftHead):
         """Aux streams [..., A*H] -> what the layers make the context's keys and values of, [..., H]."""
         return self.hidden_norm(self.fc(aux.to(self.fc.weight.dtype)))
 
-    def block_tokens(self, root: Tensor) -> Tensor:
+    def block_tokens(self, root: Tensor, slots: int) -> Tensor:
         """Roots [B] -> their blocks [B, S]: the root and masks."""
         assert self.options.mask_token_id is not None
-        return F.pad(root[:, None], (0, self.options.block_size - 1), value=self.options.mask_token_id)
+        return F.pad(root[:, None], (0, slots - 1), value=self.options.mask_token_id)
 
     def logits(self, states: Tensor) -> Tensor:
         """States behind the final norm [..., H] -> logits [..., W] by the target's projection."""
@@ -202,25 +214,32 @@ class BlockHead(DraftHead):
         pairs = [layer.self_attn.key_value(fused_BLH) for layer in self._layers()]
         return [(rotate(k, *rotation), v) for k, v in pairs]
 
-    def _fill(self, batch: TrainBatch, plan: RowPlan, context: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-        """Return the states [R, S, H] of the blocks of the query rows, before the final norm.
-
-        To the attention each slot is a further query head of its row, and the block's keys are the row's own.
-        """
-        S, G, rows = self.options.block_size, self.config.num_key_value_heads, plan.rows
-        x_RSH = self._embed(self.block_tokens(shift_left(batch.ids, 1, 0).flatten()[rows]))
+    def _fill(self, batch: TrainBatch, plan: RowPlan, context: Sequence[tuple[Tensor, Tensor]], slots: int) -> Tensor:
+        """Return the states [R, S, H] of the blocks of the query rows, before the final norm."""
+        S, rows = slots, plan.rows
+        x_RSH = self._embed(self.block_tokens(shift_left(batch.ids, 1, 0).flatten()[rows], S))
         position_RS = batch.position.flatten()[rows][:, None] + torch.arange(1, S + 1, device=rows.device)
         rotation = self.rotary_emb(x_RSH, position_RS)
         for layer, (k_BLGD, v_BLGD) in zip(self._layers(), context, strict=True):
-            attention, y_RSH = layer.self_attn, layer.input_layernorm(x_RSH)
+            attention, (y_RSH, residual_RSH) = layer.self_attn, layer.layer_input(x_RSH)
             q_RSND = rotate(attention.query(y_RSH), *rotation)
             k_RSGD, v_RSGD = attention.key_value(y_RSH)
             own_k, own_v = (x.transpose(0, 1) for x in (rotate(k_RSGD, *rotation), v_RSGD))
-            q = q_RSND.unflatten(2, (G, -1)).transpose(1, 2).flatten(1, 3)
-            out = ttt_attention(q, k_BLGD, v_BLGD, (own_k,), (own_v,), plan, attention.head_dim**-0.5)
-            out_RSND = out.unflatten(1, (G, S, -1)).transpose(1, 2).flatten(2, 3)
-            x_RSH = layer.layer_output(out_RSND, x_RSH)
+            attend = partial(ttt_attention, k_BLGD=k_BLGD, v_BLGD=v_BLGD, own_k=(own_k,), own_v=(own_v,))
+            x_RSH = layer.layer_output(self._attend(attend, q_RSND, plan), residual_RSH)
         return x_RSH
+
+    def _attend(self, attend: Callable[..., Tensor], q_RSND: Tensor, plan: RowPlan) -> Tensor:
+        """Return the attention [R, S, N, D] of the slots. To `attend`, which knows the keys, each slot is a further query head of its row,
+        and the block's keys are the row's own."""
+        S, G, scale = q_RSND.shape[1], self.config.num_key_value_heads, self.config.head_dim**-0.5
+        if self.window is None:
+            out = attend(q_RSND.unflatten(2, (G, -1)).transpose(1, 2).flatten(1, 3), plan=plan, scale=scale)
+            return out.unflatten(1, (G, S, -1)).transpose(1, 2).flatten(2, 3)
+        # Slot i is i + 1 positions behind the row, and sees so many tokens less of the text.
+        windows = [self.window - 1 - i for i in range(S)]
+        slots = [attend(q_RSND[:, i], plan=plan.within(w), scale=scale) for i, w in enumerate(windows)]
+        return torch.stack(slots, 1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         return self.embed_tokens(tokens).to(self.fc.weight.dtype)
@@ -237,7 +256,7 @@ class BlockDrafter(CachedDrafter):
 
     def most_entries(self) -> int:
         """Return the size of a block."""
-        return self.head.options.block_size
+        return self.head.slots(self.num_speculative_tokens)
 
     def run(self, new_tokens: NewTokens) -> None:
         self.head.read(new_tokens.aux_BnF, self.cache.rotation(), self.cache.write)
@@ -245,13 +264,17 @@ class BlockDrafter(CachedDrafter):
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
         """Append the new tokens, fill in a block, and propose at most as many of its tokens as a row may still emit."""
-        head, cache, size, rows = self.head, self.cache, self.head.options.block_size, len(state.root_B)
+        head, cache, size, rows = self.head, self.cache, self.head.slots(self.num_speculative_tokens), len(state.root_B)
         self.read(state.new_tokens, state.length_B, state.longest_before)
         # A single row's block sees every slot in use, which takes no mask.
         single = cache.stage(size, longest=state.longest).single
         every = (rows, size, size)
-        mask = None if single else cache.tree_mask(state.root_B.new_ones(every, dtype=torch.bool), range(size))
-        states_BSH = head.fill(head.block_tokens(state.root_B), cache.rotation(), cache.write, mask)
+        mask = (
+            None
+            if single and cache.window is None
+            else cache.tree_mask(state.root_B.new_ones(every, dtype=torch.bool), range(size))
+        )
+        states_BSH = head.fill(head.block_tokens(state.root_B, size), cache.rotation(), cache.write, mask)
         depth = min(self.num_speculative_tokens, state.tokens_left)
         return self.draft(state, states_BSH[:, head.first_slot : head.first_slot + depth])
 

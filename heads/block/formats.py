@@ -65,16 +65,17 @@ _TENSORS = (
     TensorRow(D2T, dtype=torch.int64, when=_reduced),
     TensorRow(EMBEDDING, optional=True),
 )
+SECTION_KEYS = {
+    "mask_token_id": attrgetter("head.options.mask_token_id"),
+    "target_layer_ids": lambda export: [k - 1 for k in export.head.reads.layer_ids],
+}
 _KEYS = {
     **{key: value for key, value in LLAMA_KEYS.items() if key != "mlp_bias"},
     "model_type": "qwen3",  # the layers are Qwen3's, with norms of queries and keys
     "num_hidden_layers": attrgetter("head.options.num_layers"),
     "block_size": attrgetter("head.options.block_size"),  # engines draft no more
     "draft_vocab_size": draft_vocab_size,
-    SECTION: {
-        "mask_token_id": attrgetter("head.options.mask_token_id"),
-        "target_layer_ids": lambda export: [k - 1 for k in export.head.reads.layer_ids],
-    },
+    SECTION: SECTION_KEYS,
 }
 
 
@@ -92,8 +93,9 @@ def for_llama_cpp(schema: BlockSchema, *without: str) -> BlockSchema:
     return replace(schema, name=f"{schema.name}_llama_cpp", tensors=tensors)
 
 
-def read_block_config(path: Path, target: Target) -> dict[str, Any]:
-    """Return the configuration. Raises UserError for one of another target's sizes or of other layers."""
+def read_block_config(path: Path, target: Target, *more: str, sliding: bool = False) -> dict[str, Any]:
+    """Return the configuration. more: further keys that its section may have. sliding: whether layers may see a window; with one,
+    `sliding_window` is its length. Raises UserError for a configuration of another target's sizes or of other layers."""
     config = read_config(path)
     if "speculators_model_type" in config:
         raise not_computed(path, "the format of speculators")
@@ -103,14 +105,22 @@ def read_block_config(path: Path, target: Target) -> dict[str, Any]:
     with explain_config(path, "list of layer_types", "fetch the head again"):
         kinds = set(config.get("layer_types") or ["full_attention"])
     causal = config["is_causal"] if config.get("is_causal") is not None else section.get("causal")
-    if causal or kinds != {"full_attention"} or section.get("use_swa") or config.get("attention_bias"):
+    windowed = bool(section.get("use_swa")) or kinds == {"sliding_attention"}
+    if windowed and causal is None:
+        causal = True  # engines take a window alone for causal
+    full = kinds == {"full_attention"} and not windowed
+    if causal or not (full or (windowed and sliding)) or config.get("attention_bias"):
         raise not_computed(path, "causal or sliding attention, or biases")
-    if unknown := sorted(section.keys() - {"mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa"}):
+    known = {"mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", *more}
+    if unknown := sorted(section.keys() - known):
         raise not_computed(path, f"{SECTION}.{unknown[0]}")
     if (path / "mask_embedding.pt").is_file():
         raise not_computed(path, "an embedding of its own for the mask")
     top = {key: config[key] for key in ("mask_token_id", "target_layer_ids", "block_size") if key in config}
-    return {**config, **top, **section}
+    window = section.get("swa_window_size", config.get("sliding_window")) if windowed else None
+    if windowed and window is None:
+        raise not_computed(path, "a sliding attention without a length")
+    return {**config, **top, **section, "sliding_window": window}
 
 
 def block_options(path: Path, config: Mapping[str, Any], target: Target) -> dict[str, Any]:
@@ -165,8 +175,21 @@ def bare_matrix(title: str) -> Rule:
     )
 
 
-def served_by_llama_cpp(method: str, title: str, rules: tuple[Rule, ...] = (), caveats: tuple[str, ...] = ()) -> Served:
-    """Return how llama.cpp takes block drafters, with further rules and caveats for heads of that method."""
+_SHORTER = "With fewer tokens than the trained block has it fills in a shorter one, which accepts less."
+
+
+def served_by_llama_cpp(
+    method: str,
+    title: str,
+    rules: tuple[Rule, ...] = (),
+    caveats: tuple[str, ...] = (),
+    *,
+    kind: str = "",
+    shorter: str = _SHORTER,
+    ends: Rule | None = None,
+) -> Served:
+    """Return how llama.cpp takes block drafters, with further rules and caveats for heads of that method. kind: what it calls the
+    method, where that differs. shorter: the caveat on shorter blocks. ends: the rule on output projections, in place of `bare_matrix`."""
     # Its converter of block drafters writes few kinds.
     scaled = Rule(
         f"a target with another RoPE scaling than linear or YaRN, for {title}",
@@ -174,10 +197,9 @@ def served_by_llama_cpp(method: str, title: str, rules: tuple[Rule, ...] = (), c
         f"export the layout {method} for vLLM",
         lambda files, target, head: files.config["rope_parameters"]["rope_type"] not in ("default", "linear", "yarn"),
     )
-    length = f"{LLAMA_CPP_SILENT} With fewer tokens than the trained block has it fills in a shorter one, which accepts less."
     return Served(
-        start_llama_cpp(f"draft-{method}"),
-        rules=(*rules, scaled, bare_matrix(title)),
-        caveats=(length, *caveats),
+        start_llama_cpp(f"draft-{kind or method}"),
+        rules=(*rules, scaled, ends or bare_matrix(title)),
+        caveats=(f"{LLAMA_CPP_SILENT} {shorter}", *caveats),
         needs="states",
     )

@@ -231,12 +231,13 @@ def _on(name: str, gpus: int) -> list[str]:
     return [name, f"{gpus}"] if gpus > 1 else []
 
 
-def start_vllm(method: str, **more: bool) -> Start:
-    """vLLM with the method of that name; more: further keys of its configuration."""
+def start_vllm(method: str, *, one_length: bool = False, **more: bool) -> Start:
+    """vLLM with the method of that name; more: further keys of its configuration. one_length: the draft's is not changed with the
+    batch."""
 
     def lines(serving: Serving) -> list[Snippet]:
         config = {"method": method, "model": serving.draft, "num_speculative_tokens": serving.tokens, **more}
-        if len(serving.by_batch) > 1 and method in _VLLM_BY_BATCH:
+        if len(serving.by_batch) > 1 and method in _VLLM_BY_BATCH and not one_length:
             config["num_speculative_tokens_per_batch_size"] = [list(step) for step in serving.by_batch]
         words = ["vllm", "serve", serving.target, *_on("--tensor-parallel-size", serving.gpus)]
         speculative, adapter = ["--speculative-config", json.dumps(config)], serving.adapter

@@ -20,10 +20,11 @@ from torch.nn import functional as F
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.memory import move
-from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
+from draftsmith.heads.base import DraftHead, HeadOutput, Selector, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
 from draftsmith.heads.losses.pieces import sum_pieces
 from draftsmith.heads.losses.plan import divisor_of, plan_loss
+from draftsmith.heads.losses.selector import choose
 from draftsmith.heads.losses.slots import dpace
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.plan import LossPlan, flat_rows
@@ -69,6 +70,8 @@ class LossOutput:
     tuned: [4] without gradient, where the head tunes its target, else None: the sums over the target's rows of its loss
     (weighted), of KL(original || tuned) and of the rows where both have the same argmax; the number of rows.
     weights: scalar without gradient, the sum of D-PACE's weights, which then stands in the divisor's place; else None.
+    selector: [2, S] without gradient, of a head with a selector, else None: the rows where the argmax of the plain logits is the
+    target's, and those where the target's argmax is among the candidates.
     """
 
     loss_sum: Tensor
@@ -79,6 +82,7 @@ class LossOutput:
     step_acceptance: Tensor
     tuned: Tensor | None = None
     weights: Tensor | None = None
+    selector: Tensor | None = None
 
 
 def row_loss(spec: LossSpec, kind: str | None = None) -> Callable[[Tensor, Teacher], Tensor]:
@@ -97,6 +101,7 @@ class _Piece:
         feature, confidence: those of `StepOutput`.
         block: [R] the number of the row's block among the piece's, with D-PACE.
         blocks: how many these may be.
+        selector, more: that of `StepOutput`, and the inputs that it takes.
     """
 
     rows: Tensor
@@ -107,6 +112,8 @@ class _Piece:
     blocks: int
     feature: Tensor | None
     confidence: Tensor | None
+    selector: Selector | None
+    more: Sequence[Tensor]
 
 
 def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[_Piece, Tensor, Tensor], Tensor]:
@@ -182,32 +189,16 @@ def head_loss(
     """
     device, steps, plan = batch.ids.device, output.steps, _planned(output, batch, spec)
     weights, loss_of = plan.weights, _row_terms(spec, batch, output.tuned is not None)
-    number_S = torch.arange(len(steps), device=device)
     depth_S = (plan.depths_S * warmup_weight).float()
-    base, label = row_loss(spec), LOSSES[spec.kind].label
-
-    def terms(piece: _Piece, log_q_RW: Tensor) -> tuple[Tensor, Tensor]:
-        kept_R = (piece.teacher.best >= 0).to(log_q_RW.dtype)
-        loss_R = loss_of(piece, log_q_RW, kept_R)
-        loss_R = loss_R if weights is None else loss_R * weights[piece.rows]
-        with torch.no_grad():
-            correct_R = log_q_RW.argmax(-1) == piece.teacher.best  # in fp32: several times faster than in bf16
-            figures = [loss_R, correct_R, acceptance(log_q_RW, piece.teacher), torch.ones_like(loss_R)]
-            step_RS = piece.step[:, None] == number_S  # where one_hot would wait for the device
-            slot_R = depth_S[piece.step]
-            if spec.dpace:
-                known_R = kept_R * (getattr(piece.teacher, label) >= 0)
-                slot_R = slot_R * _dpace(piece, base(log_q_RW, piece.teacher), known_R, len(steps), spec)
-                figures.append(slot_R)
-        return (loss_R * slot_R).sum(), torch.stack(figures).double() @ step_RS.double()
-
+    terms = _RowTerms(spec, loss_of, weights, depth_S, torch.arange(len(steps), device=device))
     tuned_terms = None if output.tuned is None else partial(_tuned_terms, spec, weights)
     assert output.tuned is None or draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
     with torch.autocast(device.type, enabled=False):
         size = piece_size or PIECE.get(batch.last.device.type, PIECE["cuda"])
         loss, figures = _sums(output, plan, batch, target_head, draft_vocab, terms, tuned_terms, size, scale)
     tuned = None if output.tuned is None else figures[-4:].float()
-    figures = figures[: (4 + spec.dpace) * len(steps)].view(-1, len(steps))
+    chosen = steps[0].selector is not None
+    figures = figures[: (4 + spec.dpace + 2 * chosen) * len(steps)].view(-1, len(steps))
     return LossOutput(
         loss_sum=loss,
         rows=figures[3, 0].long(),
@@ -217,14 +208,66 @@ def head_loss(
         step_acceptance=figures[2].float(),
         tuned=tuned,
         weights=figures[4].sum().float() if spec.divided_later else None,
+        selector=figures[-2:].long() if chosen else None,
     )
 
 
-def _dpace(piece: _Piece, ce_R: Tensor, known_R: Tensor, slots: int, spec: LossSpec) -> Tensor:
-    """Return D-PACE's weights of rows by their cross-entropy; 0 where `known_R` is, as no draft gets past a label that it cannot
-    have."""
-    assert piece.block is not None
-    return dpace((-ce_R).exp() * known_R, piece.block, piece.step, piece.blocks, slots, spec) * known_R
+@dataclass(frozen=True)
+class _RowTerms:
+    """Makes the weighted loss and the figures of rows: (rows, [R, W] log q) -> a scalar, and by step the losses, the right guesses, the
+    acceptance and the rows, then D-PACE's weights and `LossOutput.selector`, where there are such.
+
+    loss_of: see `_row_terms`. weights: see `LossPlan`. depth_S, number_S: the steps' weights and numbers.
+    """
+
+    spec: LossSpec
+    loss_of: Callable[[_Piece, Tensor, Tensor], Tensor]
+    weights: Tensor | None
+    depth_S: Tensor
+    number_S: Tensor
+
+    def __call__(self, piece: _Piece, log_q_RW: Tensor) -> tuple[Tensor, Tensor]:
+        spec, teacher = self.spec, piece.teacher
+        kept_R = (teacher.best >= 0).to(log_q_RW.dtype)
+        loss_R = self.loss_of(piece, log_q_RW, kept_R)
+        loss_R = loss_R if self.weights is None else loss_R * self.weights[piece.rows]
+        slot_R = self.depth_S[piece.step]
+        if spec.dpace:
+            base, label_R = row_loss(spec), getattr(teacher, LOSSES[spec.kind].label)
+            slot_R = self._slots(piece, base(log_q_RW.detach(), teacher), kept_R * (label_R >= 0))
+        weighed_R, choice = loss_R * slot_R, None
+        if piece.selector is not None:
+            label_R = teacher.label if spec.selector_labels == "data" else teacher.best
+            choice = choose(log_q_RW, teacher, label_R, piece.selector, piece.more)
+            known_R = kept_R * (label_R >= 0)
+            own_R = self._chosen_weight * known_R * choice.loss_R
+            own_R = own_R if self.weights is None else own_R * self.weights[piece.rows]
+            weighed_R = weighed_R + own_R * self._slots(piece, choice.loss_R, known_R)
+            loss_R = loss_R + own_R
+        with torch.no_grad():
+            correct_R = log_q_RW.argmax(-1) == teacher.best  # in fp32: several times faster than in bf16
+            ones_R, weights_R = torch.ones_like(loss_R), [slot_R] if spec.dpace else []
+            if choice is None:
+                figures = [loss_R, correct_R, acceptance(log_q_RW, teacher), ones_R, *weights_R]
+            else:
+                drafted = [choice.correct_R, choice.acceptance_R, ones_R, *weights_R]
+                figures = [loss_R, *drafted, correct_R, choice.recalled_R]
+            step_RS = piece.step[:, None] == self.number_S  # where one_hot would wait for the device
+        return weighed_R.sum(), torch.stack(figures).double() @ step_RS.double()
+
+    @property
+    def _chosen_weight(self) -> float:
+        return 1.0 if self.spec.selector_weight is None else self.spec.selector_weight
+
+    def _slots(self, piece: _Piece, ce_R: Tensor, known_R: Tensor) -> Tensor:
+        """Return the weights of rows: their steps' or, by their cross-entropy, D-PACE's, 0 where `known_R` is, as no draft gets past a
+        label that it cannot have."""
+        if not self.spec.dpace:
+            return self.depth_S[piece.step]
+        assert piece.block is not None
+        chance_R = (-ce_R.detach()).exp() * known_R
+        own_R = dpace(chance_R, piece.block, piece.step, piece.blocks, len(self.depth_S), self.spec)
+        return self.depth_S[piece.step] * own_R * known_R
 
 
 def _tuned_terms(spec: LossSpec, weights: Tensor | None, piece: _Piece, log_q_RV: Tensor) -> tuple[Tensor, Tensor]:
@@ -305,6 +348,8 @@ def _sums(
                 count,
                 None if first.feature is None else others[0],
                 None if first.confidence is None else others[-1],
+                first.selector,
+                joined[1 : len(first.sources)],
             )
             log_q_RW = torch.log_softmax(first.projected(*joined[: len(first.sources)]), -1, dtype=torch.float32)
             if first.offset >= 0 or tuned_terms is None:

@@ -16,6 +16,7 @@ else:
     LossKind = Literal[tuple(LOSSES)]
 SlotWeights = Literal["decay", "dpace", "dpace_confidence", "dpace_continuation"]
 Normalize = Literal["rows", "weights", "sequence", "positions"]
+SelectorLabels = Literal["teacher", "data"]
 TunedKind = Literal["kl", "hard_ce"]
 _WEIGHT = within(0, 10**6)
 WEIGHT_WITH_FEATURES = 0.1
@@ -65,6 +66,11 @@ class LossSpec:
     confidence_weight: float | None = field(default=None, metadata=LATER | _WEIGHT)
     """Weight of the cross-entropy between a head's confidence and the acceptance rate that its logits give; null: 1 for
     heads that have such an output (DSpark), 0 for others."""
+    selector_weight: float | None = field(default=None, metadata=LATER | _WEIGHT)
+    """Weight of the cross-entropy among the candidates of a head that chooses among a slot's likeliest tokens; null: 1 for
+    heads that do (DFlash2), 0 for others."""
+    selector_labels: SelectorLabels = field(default="teacher", metadata=LATER)
+    """Which token is to be chosen: teacher, the target's likeliest; data, the text's own."""
     tuned_kind: TunedKind = field(default="kl", metadata=LATER)
     """What a target that is tuned with the head (Medusa-2) learns: kl, the original's own distribution, so that it changes as
     little as it can (self-distillation); hard_ce, the text."""
@@ -143,6 +149,7 @@ class LossSpec:
         ]
         # Losses that only some heads have; null where they count in full.
         parts = [self.confidence_weight] * confident + [self.tuned_weight] * tunes_target
+        parts += [self.selector_weight] * ("selector" in trains.outputs)
         if not any(terms) and all(weight == 0 for weight in parts):
             raise UserError(
                 "train.loss.weight is 0 and no other loss has a weight, so nothing would be learned: raise one."
@@ -155,6 +162,11 @@ class LossSpec:
         # A weight of 0 asks for nothing that a head may lack.
         silent = not confident and self.confidence_weight != 0
         self._refuse("confidence_weight", silent, f"{heads} say no confidence: leave it out")
+        choosing = "selector" in trains.outputs
+        for key in ("selector_weight", "selector_labels"):
+            self._refuse(
+                key, not choosing and self.selector_weight != 0, f"{heads} choose among no candidates: leave it out"
+            )
         why = f"{head.method} heads leave the target as it is: leave it out, or train medusa2"
         for key in ("tuned_kind", "tuned_weight", "ramp"):
             self._refuse(key, not tunes_target and getattr(self, key) != 0, why)

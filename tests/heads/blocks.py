@@ -27,8 +27,10 @@ from tests.models import tiny_model
 
 LAYERS = (1, 4, 6)
 MASK = 3
+_LABELS = LossSpec(kind="hard_ce", decay=exp(-1 / 4), normalize="weights")
 LOSSES = {
-    "dflash": LossSpec(kind="hard_ce", decay=exp(-1 / 4), normalize="weights"),
+    "dflash": _LABELS,
+    "dflash2": _LABELS,
     "dspark": LossSpec(kind="tv", weight=1.8, also={"hard_ce": 0.1}, decay=exp(-1 / 4), normalize="weights"),
 }
 
@@ -113,7 +115,8 @@ def trained(method: str, temperature: float = 0.0, vocab: bool = False) -> tuple
     features = compute_features(target, samples, (0, 1), target.dtype)
     seeds = [[row_key(0, sample.sample_id)] for sample in samples]
     batch = collate([[f] for f in features], max(len(f.ids) for f in features), seeds=seeds)
-    head = make_head(method, target, torch.arange(0, 160, 2) if vocab else None, layer_ids=[0, 1], block_size=4)
+    more = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 8} if method == "dflash2" else {}
+    head = make_head(method, target, torch.arange(0, 160, 2) if vocab else None, layer_ids=[0, 1], block_size=4, **more)
     optimizer = torch.optim.Adam([p for p in head.train().parameters() if p.requires_grad], lr=1e-2)
     for _ in range(40 if temperature == 0 else 16):
         scored = head_loss(head(batch, head.trains.steps), batch, target.head, head.draft_vocab, LOSSES[method])

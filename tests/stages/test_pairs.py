@@ -24,6 +24,7 @@ TABLE = """
     dflash       jsd         bush     bf16  online  adamw
     dflash       kl          chain    bf16  online  muon
     dflash       tv          chain    no    store   adamw
+    dflash2      argmax_ce   chain    bf16  online  adamw
     draft_model  hard_ce     chain    bf16  online  adamw
     draft_model  jsd         chain    no    online  muon
     draft_model  lk_alpha    chain    no    online  muon
@@ -62,9 +63,20 @@ TABLE = """
     peagle       soft_ce     chain    no    store   muon
 """
 RUNS = [dict(zip(FEATURES, line.split(), strict=True)) for line in TABLE.strip().splitlines()]
-FAMILIES = {"kl": "forward", "soft_ce": "forward", "jsd": "both ways", "reverse_kl": "both ways", "hard_ce": "label"}
+FAMILIES = {
+    "kl": "forward",
+    "soft_ce": "forward",
+    "jsd": "both ways",
+    "reverse_kl": "both ways",
+    "hard_ce": "label",
+    "argmax_ce": "label",
+}
 """What a loss compares; the others are about acceptance. A method meets one loss of each family, everything else meets all."""
-TREES = {"eagle1": "chain bush dynamic", "eagle3": "chain bush dynamic", "draft_model": "chain", "dspark": "chain"}
+TREES = {
+    "eagle1": "chain bush dynamic",
+    "eagle3": "chain bush dynamic",
+    **dict.fromkeys(("dflash2", "draft_model", "dspark"), "chain"),
+}
 """What a method drafts; the others chains and bushes."""
 BUSH = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 

@@ -23,6 +23,7 @@ from tests.models import SMALL_HEADS
 ROOT = Path(__file__).resolve().parents[2]
 _CHANCE = {
     "dflash": {"anchors": 3},
+    "dflash2": {"anchors": 3},
     "dspark": {"anchors": 3},
     "eagle1": {"aligned_passes": 2, "noise": 0.1},
     "hydra": {"dropout": 0.2},

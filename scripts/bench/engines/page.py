@@ -23,6 +23,7 @@ _RECORD = ROOT / "heads" / "formats" / "served.json"
 BLOCK = re.compile(r"(<!-- engines: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 METHOD_TITLES = {
     "dflash": "DFlash",
+    "dflash2": "DFlash2",
     "dspark": "DSpark",
     "draft_model": "draft model",
     "eagle1": "EAGLE-1",
@@ -33,6 +34,7 @@ METHOD_TITLES = {
 }
 SHOWN: dict[str, dict[str, Any]] = {
     "dflash": {"tokens": 3, "layer_ids": (1, 3, 5)},
+    "dflash2": {"tokens": 3, "layer_ids": (1, 3, 5)},
     "dspark": {"tokens": 3, "layer_ids": (1, 3, 5)},
     "eagle3": {"layer_ids": (1, 3, 5)},
     "peagle": {"layer_ids": (1, 3, 5)},

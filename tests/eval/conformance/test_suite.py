@@ -14,6 +14,7 @@ from draftsmith.eval.conformance.suite import CHECKS, Spec, check_layouts, run_c
 from draftsmith.heads import drafters, plan
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.dflash import DFlashOptions
+from draftsmith.heads.dflash2 import DFlash2Options
 from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.drafters import HeadDrafter, LayerCache
 from draftsmith.heads.dspark import DSparkOptions
@@ -49,6 +50,37 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
     "dflash, draft vocabulary": (
         "dflash",
         DFlashOptions([1, 2], 48, block_size=3, num_layers=1, mask_token_id=0, anchors=6),
+        VOCAB,
+    ),
+    "dflash2": (
+        "dflash2",
+        DFlash2Options(
+            [1, 2],
+            block_size=4,
+            num_layers=2,
+            mask_token_id=0,
+            anchors=6,
+            conv_group_size=8,
+            selector_rank=8,
+            selector_top_k=6,
+        ),
+        None,
+    ),
+    "dflash2, draft vocabulary, window": (
+        "dflash2",
+        DFlash2Options(
+            [1, 2],
+            48,
+            4,
+            0,
+            1,
+            6,
+            conv_kernel_size=3,
+            conv_group_size=4,
+            selector_rank=4,
+            selector_top_k=4,
+            sliding_window=7,
+        ),
         VOCAB,
     ),
     "dspark, not confident": (
@@ -112,6 +144,7 @@ def spec(name: str, **changes: Any) -> Spec:
 
 VARIANTS = {
     "dflash, draft vocabulary",
+    "dflash2, draft vocabulary, window",
     "dspark, not confident",
     "draft model of the target's layers",
     "eagle3, layers, width, window",
@@ -124,7 +157,7 @@ VARIANTS = {
     "peagle, width, window, low rank",
 }
 """Further heads of methods that another spec is of already."""
-RELATIVES = {"dspark", "medusa2", "peagle"}
+RELATIVES = {"dflash2", "dspark", "medusa2", "peagle"}
 """Methods that share most of their code with dflash, medusa and eagle3."""
 
 

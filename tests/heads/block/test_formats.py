@@ -12,9 +12,9 @@ from draftsmith.errors import UserError
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.recognise import load_head, recognise
 from draftsmith.target.target import Target
-from tests.exports import LLAMA3, VOCAB, make_dflash, make_dspark, make_target
+from tests.exports import LLAMA3, VOCAB, make_dflash, make_dflash2, make_dspark, make_target
 
-MAKE = {"dflash": make_dflash, "dspark": make_dspark}
+MAKE = {"dflash": make_dflash, "dflash2": make_dflash2, "dspark": make_dspark}
 
 
 def edit(folder: Path, **changes: Any) -> Path:
@@ -43,6 +43,8 @@ def test_the_scaling_of_the_target_goes_to_vllm(tmp_path: Path) -> None:
 def test_engines_are_told_the_whole_block(tmp_path: Path) -> None:
     """Whatever number the recipe drafts: a shorter block is another one than the head was trained on."""
     target = make_target()
+    path = export_head(make_dflash2(target), target, tmp_path / "dflash2", num_speculative_tokens=2)
+    assert '"num_speculative_tokens": 2' in (path / "README.md").read_text(), "whose block is as long as the draft"
     for method, tokens in (("dflash", 3), ("dspark", 3)):
         path = export_head(MAKE[method](target), target, tmp_path / method, layout=method, num_speculative_tokens=2)
         text = (path / "README.md").read_text()
@@ -71,8 +73,18 @@ def test_a_published_configuration(tmp_path: Path) -> None:
     path = exported("dspark", tmp_path / "b", target)
     edit(path, dflash_config=None, mask_token_id=3, target_layer_ids=[0, 2, 4], architectures=["DSparkDraftModel"])
     assert load_head(path, target).reads.layer_ids == (1, 3, 5)
+    path = exported("dflash2", tmp_path / "c", target)
+    (path / "draftsmith.json").unlink()
+    section = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4], "block_size": 8, "swa_window_size": 12} | SIZES
+    edit(path, dflash_config=section, layer_types=["sliding_attention"] * 2, sliding_window=99)
+    assert recognise(path).name == "a DFlash2 head"
+    head = load_head(path, target)
+    assert (head.window, head.options.block_size) == (12, 8)
 
 
+SIZES = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 7}
+SECTION = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4], **SIZES}
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"is_causal": True}, "causal or sliding attention"),
     ("dflash", {"layer_types": ["sliding_attention"] * 2}, "causal or sliding attention"),
@@ -82,6 +94,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"dflash_config": {"mask_token_id": 160, "target_layer_ids": [0, 2, 4]}}, "says mask_token_id 160"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2, 9]}}, "10 is out of range"),
     ("dflash", {"hidden_size": 65}, "but the target models/tiny has 64"),
+    ("dflash2", {"is_causal": True}, "causal or sliding attention"),
+    ("dflash2", {**SLIDING, "is_causal": None}, "causal or sliding attention"),
+    ("dflash2", {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}, "causal or sliding attention"),
+    ("dflash2", {**SLIDING, "sliding_window": None}, "a sliding attention without a length"),
+    ("dflash2", {**SLIDING, "sliding_window": 4}, "head.sliding_window is 4, which a block of 4 slots fills"),
+    ("dflash2", {"dflash_config": {**SECTION, "selector_rank": None}}, "DFlash2 head"),
+    ("dflash2", {"dflash_config": {**SECTION, "conv_group_size": 7}}, "head.conv_group_size is 7"),
+    ("dflash2", {"dflash_config": {**SECTION, "output_multiplier": 2.0}}, "another scale or softcap of its logits"),
+    ("dflash2", {"dflash_config": {**SECTION, "input_embedding_scale": 8.0}}, "dflash_config.input_embedding_scale"),
+    ("dflash2", {"speculators_model_type": "dflash2"}, "the format of speculators"),
     ("dspark", {"sample_from_anchor": False}, "whose first slot drafts nothing"),
     ("dspark", {"markov_head_type": "rnn"}, "another Markov head"),
     ("dspark", {"confidence_head_with_markov": False}, "a confidence that does not read the token before"),

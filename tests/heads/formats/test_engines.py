@@ -23,6 +23,7 @@ from tests.exports import (
     PLAIN,
     VOCAB,
     make_dflash,
+    make_dflash2,
     make_dspark,
     make_eagle1,
     make_eagle3,
@@ -93,6 +94,12 @@ HEADS = {
     ),
     "P-EAGLE's head.fc_norm": lambda t: make_peagle(t, fc_norm=True),
     "a draft vocabulary of its own": lambda t: make_dflash(t, VOCAB),
+    "a draft vocabulary of its own, for DFlash2": lambda t: make_dflash2(t, VOCAB),
+    "a target whose output projection has a bias, for DFlash2": lambda t: make_dflash2(biased(t)),
+    "a target with another RoPE scaling than linear or YaRN, for DFlash2": lambda t: make_dflash2(scaled(t)),
+    "more candidates (head.selector_top_k) than the target is wide for: k (k + 1) is above its width": lambda t: (
+        make_dflash2(t, selector_top_k=8)
+    ),
     "a target with another RoPE scaling than linear or YaRN, for DFlash": lambda t: make_dflash(scaled(t)),
     "a target with another RoPE scaling than linear or YaRN, for DSpark": lambda t: make_dspark(scaled(t)),
     "a target whose output projection has a bias, for DFlash": lambda t: make_dflash(biased(t)),

@@ -20,6 +20,7 @@ from tests.exports import (
     PLAIN,
     VOCAB,
     make_dflash,
+    make_dflash2,
     make_dspark,
     make_eagle1,
     make_eagle3,
@@ -33,6 +34,7 @@ GOLDEN = Path(__file__).parent / "golden"
 # Heads with as many of a layout's tensors as one can have, from the richest to those that more layouts take.
 RICH: dict[str, tuple[Callable[..., Any], ...]] = {
     "dflash": (lambda t: make_dflash(t, VOCAB), make_dflash),
+    "dflash2": (lambda t: make_dflash2(t, sliding_window=9),),
     "dspark": (lambda t: make_dspark(t, VOCAB),),
     "eagle1": (lambda t: make_eagle1(t, qkv_bias=True, fc_bias=True), lambda t: make_eagle1(t, qkv_bias=True)),
     "eagle3": (

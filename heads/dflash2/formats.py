@@ -1,0 +1,153 @@
+"""DFlash2 heads for engines: schemas, reading, layouts, and how such heads are recognised.
+
+The layout is the one of the published heads, flat, with an explicit `is_causal`: without it engines take a window for causal.
+"""
+
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from draftsmith.heads.block import formats as block
+from draftsmith.heads.dflash2.head import DFlash2Head, DFlash2Options, check_sizes
+from draftsmith.heads.files import explain_config
+from draftsmith.heads.formats import engines
+from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target
+from draftsmith.heads.formats.recognise import Format
+from draftsmith.heads.formats.schema import ABSENT, Export, TensorRow
+from draftsmith.target.target import Target
+
+_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_SCALES = ("output_multiplier", "final_logit_softcapping")
+
+
+def load_dflash2_directory(path: Path | str, target: Target) -> DFlash2Head:
+    """Return the head in a directory of the DFlash2 layout, ours or another's, fp32, on the target's device.
+
+    Raises UserError as `load_dflash_directory` does, and for layers some of which see a window and some all.
+    """
+    path = Path(path)
+    config = block.read_block_config(path, target, *_SIZES, *_SCALES, "swa_window_size", sliding=True)
+    if config.get("sample_from_anchor"):
+        raise block.not_computed(path, "sample_from_anchor true, with which the first slot drafts too")
+    scales = [config.get(key) for key in _SCALES]
+    if scales[0] not in (None, target.head.scale) or (scales[1] or None) not in (None, target.head.softcap):
+        raise block.not_computed(path, "another scale or softcap of its logits than the target's")
+    with explain_config(path, "DFlash2 head", "fetch the head again"):
+        sizes: dict[str, Any] = {key: int(config[key]) for key in _SIZES} | {"sliding_window": config["sliding_window"]}
+    options = DFlash2Options(**block.block_options(path, config, target), **sizes)
+    check_sizes(options, target, config.get("draft_vocab_size") or target.vocab_size)
+    return block.load_block(path, config, target, DFlash2Head, options)
+
+
+def _window(export: Export) -> Any:
+    return export.head.window or ABSENT
+
+
+def _layer_types(export: Export) -> list[str]:
+    kind = "full_attention" if export.head.window is None else "sliding_attention"
+    return [kind] * export.head.options.num_layers
+
+
+DFLASH2 = block.block_schema(
+    "dflash2",
+    "DFlash2DraftModel",
+    tensors=(
+        *(
+            TensorRow(f"layers.{{m}}.{part}_conv.{name}")
+            for part in ("attention", "mlp")
+            for name in ("base_kernel", "kernel_projection.weight")
+        ),
+        *(
+            TensorRow(f"candidate_selector.{name}")
+            for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+        ),
+    ),
+    keys={
+        "is_causal": False,  # engines would take a window for causal
+        "layer_types": _layer_types,
+        "use_sliding_window": lambda export: (
+            export.head.window is not None
+        ),  # else Qwen3's configuration drops the window
+        "sliding_window": _window,
+        block.SECTION: {
+            **block.SECTION_KEYS,
+            **{key: attrgetter(f"head.options.{key}") for key in _SIZES},
+            # Engines draft with the bare matrix of the target's output projection, and these.
+            "output_multiplier": lambda export: export.target.head.scale if export.target.head.scale != 1.0 else ABSENT,
+            "final_logit_softcapping": lambda export: export.target.head.softcap or ABSENT,
+        },
+    },
+)
+
+_OWN_VOCABULARY = Rule(
+    "a draft vocabulary of its own, for DFlash2",
+    "takes its candidates for tokens of the target",
+    "train with the whole vocabulary (head.draft_vocab_size null)",
+    lambda files, target, head: files.config["draft_vocab_size"] != files.config["vocab_size"],
+)
+_BIAS = Rule(
+    "a target whose output projection has a bias, for DFlash2",
+    "takes the bare matrix for the drafts",
+    block.MEASURE_ALONE,
+    biased_target,
+)
+_NARROW = Rule(
+    "more candidates (head.selector_top_k) than the target is wide for: k (k + 1) is above its width",
+    "keeps the scores of all pairs in a state of that width",
+    "train with a smaller head.selector_top_k, or export the layout dflash2 for vLLM",
+    lambda files, target, head: head.options.selector_top_k * (head.options.selector_top_k + 1) > target.hidden_size,
+)
+_LENGTH = (
+    "Convolutions and attention see the block that is served, one slot longer than the draft: tau of K tokens is that of K in the report, "
+    "where each has a pass of its own."
+)
+
+LAYOUTS = (
+    Layout(
+        "dflash2",
+        DFLASH2,
+        load_dflash2_directory,
+        {
+            "vllm": Served(
+                engines.start_vllm("dflash", one_length=True),
+                rules=(_OWN_VOCABULARY, _BIAS),
+                caveats=(
+                    _LENGTH,
+                    "vLLM 0.32 has DFlash2 in its runner for GPUs alone, which is the default there: leave "
+                    "`VLLM_USE_V2_MODEL_RUNNER` unset.",
+                    "By default vLLM drafts the most likely tokens at every temperature; with "
+                    '`"draft_sample_method": "probabilistic"` it draws them, as draftsmith does.',
+                ),
+                needs="states",
+            )
+        },
+    ),
+    Layout(
+        "dflash2",
+        block.for_llama_cpp(DFLASH2, block.LM_HEAD, block.D2T),
+        load_dflash2_directory,
+        {
+            "llama_cpp": block.served_by_llama_cpp(
+                "dflash2",
+                "DFlash2",
+                rules=(_OWN_VOCABULARY, _NARROW),
+                caveats=(
+                    "It drafts the most likely tokens at every temperature. `--spec-draft-p-min` ends a draft before the first token with "
+                    "a smaller share of its candidates' scores.",
+                ),
+                kind="dflash",
+                shorter=_LENGTH,
+                ends=_BIAS,
+            )
+        },
+    ),
+)
+
+FORMATS = (
+    Format(
+        "a DFlash2 head",
+        3,
+        lambda f: "dflash2" in f.words or "selector_rank" in (f.config.get(block.SECTION) or ()),
+        load_dflash2_directory,
+    ),
+)

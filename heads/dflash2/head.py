@@ -1,0 +1,190 @@
+"""DFlash2: DFlash with two parts more, a convolution around each sublayer and a choice among each slot's likeliest tokens.
+
+Chen et al., "DFlash2" (2026, inco.ai/blog/dflash2); served by vLLM's `qwen3_dflash2.py` and llama.cpp's draft-dflash.
+
+Shapes: R rows, B rows and K tokens of a draft, H hidden, S slots, T taps, g channels of a group, V target vocab, W draft vocab, r
+rank, C candidates; "..." is [R, S] or [B, S].
+
+Blocks, slots and layers are those of DFlash (heads/block/base.py). A convolution mixes a slot with the T - 1 before it, which
+never leave the block, by kernels that the sublayer's normed input decides. As both it and the attention see the whole block, a
+shorter one fills its slots otherwise: a draft of K tokens is a block of K + 1 slots, and every K has a pass of its own.
+
+The selector scores the C likeliest tokens b of a slot behind the token a: U(b) + <A[a] * P h, B[b]>, with the slot's logits U and
+state h. In training a is the text's token, in drafting the one just drafted. What is drafted is drawn among the C alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.draft import DecodeState, Draft
+from draftsmith.decoder.growth import chain_token_by_token
+from draftsmith.errors import UserError
+from draftsmith.heads.base import Selector, StepOutput, shift_left
+from draftsmith.heads.block.base import BlockAttention, BlockDrafter, BlockHead
+from draftsmith.heads.dflash2 import DFlash2Options
+from draftsmith.heads.layers.decoder_layer import PlainLayer
+from draftsmith.target.target import Target
+
+
+class GroupedConv(nn.Module):
+    """A pair of convolutions along the slots, before and behind a sublayer. Parameters are named as in the published files, and start
+    as no convolution: each slot is itself.
+
+    base_kernel: [2, T, H].
+    """
+
+    def __init__(self, width: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.taps, self.group = taps, group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
+        nn.init.ones_(self.base_kernel[:, 0])
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def forward(self, x: Tensor, normed: Tensor, side: int) -> Tensor:
+        """Mix x [..., H] along the slots, before (side 0) or behind (1) the sublayer, whose normed input [..., H] decides how."""
+        delta = self.kernel_projection(normed).unflatten(-1, (2, self.taps, -1))[..., side, :, :]
+        kernel = (self.base_kernel[side] + delta.repeat_interleave(self.group, -1)).to(x.dtype)
+        mixed = kernel[..., 0, :] * x
+        for tap in range(1, self.taps):
+            mixed = mixed + kernel[..., tap, :] * F.pad(x, (0, 0, tap, 0))[..., : x.shape[-2], :]
+        return mixed
+
+
+class ConvLayer(PlainLayer):
+    """A layer of a block with convolutions around its attention and its feed-forward part."""
+
+    def __init__(self, config: LlamaConfig, options: DFlash2Options) -> None:
+        super().__init__(config, BlockAttention(config))
+        shape = (config.hidden_size, options.conv_kernel_size, options.conv_group_size)
+        self.attention_conv, self.mlp_conv = GroupedConv(*shape), GroupedConv(*shape)
+
+    def layer_input(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """As `PlainLayer.layer_input`."""
+        normed = self.input_layernorm(hidden)
+        return self.attention_conv(normed, normed, 0), hidden
+
+    def layer_output(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """As `EagleLayer.layer_output`."""
+        out = self.self_attn.o_proj(attended.flatten(-2))
+        hidden = residual + self.attention_conv(out, self.input_layernorm(residual), 1)
+        normed = self.post_attention_layernorm(hidden)
+        return hidden + self.mlp_conv(self.mlp(self.mlp_conv(normed, normed, 0)), normed, 1)
+
+
+class CandidateSelector(nn.Module):
+    """The scores of pairs of tokens. Parameters are named as in the published files; successor_codebook [W, r] starts at zero, so that
+    the first drafts are DFlash's."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, width: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(draft_vocab_size, rank))
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+        nn.init.normal_(self.predecessor_codebook, std=rank**-0.5)
+
+    def queries(self, states: Tensor, before: Tensor) -> Tensor:
+        """States [..., H] and the tokens before [...] -> what the successors are compared with, [..., r]."""
+        return F.embedding(before, self.predecessor_codebook) * self.hidden_projection(states)
+
+    def rescore(self, candidates: Tensor, logits: Tensor, query: Tensor) -> Tensor:
+        """Candidates [..., C] with their logits, and queries [..., r] -> scores [..., C] in fp32."""
+        successors = F.embedding(candidates, self.successor_codebook)
+        return logits.float() + torch.einsum("...cr,...r->...c", successors.float(), query.float())
+
+
+class DFlash2Head(BlockHead):
+    """The DFlash2 drafter: a block of S slots drafts S - 1 tokens, each chosen among its slot's likeliest by the one before."""
+
+    method: ClassVar[str] = "dflash2"
+    options_class = DFlash2Options
+    first_slot = 1
+    options: DFlash2Options
+
+    def __init__(self, options: DFlash2Options, config: LlamaConfig, *others: Any) -> None:
+        """others: as of `BlockHead`."""
+        super().__init__(options, config, *others)
+        V = config.vocab_size
+        width = V if self.draft_vocab is None else len(self.draft_vocab)
+        self.candidate_selector = CandidateSelector(V, width, config.hidden_size, options.selector_rank)
+        self.window = options.sliding_window
+        self.drafts = replace(self.drafts, own_pass=True)
+        # A codebook has the shape of an embedding, and a kernel that of a stack of vectors.
+        small = ("codebook", "base_kernel", "kernel_projection", "hidden_projection")
+        self.trains = replace(self.trains, outputs=frozenset({"selector"}), no_muon=small)
+
+    @classmethod
+    def build(cls, options: DFlash2Options, target: Target, draft_vocab: Tensor | None) -> Self:  # type: ignore[override]
+        """As `BlockHead.build`. Raises UserError for groups that do not divide the target's width, and for more candidates than the head
+        can draft, too."""
+        check_sizes(options, target, target.vocab_size if draft_vocab is None else len(draft_vocab))
+        return super().build(options, target, draft_vocab)
+
+    def make_layer(self) -> PlainLayer:
+        return ConvLayer(self.config, self.options)
+
+    def slots(self, tokens: int) -> int:
+        """The slots of a block that drafts so many tokens: these, behind the last one of the text."""
+        return self.first_slot + tokens
+
+    def engine_draft_length(self, num_speculative_tokens: int) -> int:
+        """Return the draft length asked for: engines fill in a block of that length, as we do."""
+        return self.clamp_draft_length(num_speculative_tokens)
+
+    @property
+    def selector(self) -> Selector:
+        """How a slot's token is chosen."""
+        return Selector(self.options.selector_top_k, self.candidate_selector.rescore)
+
+    def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
+        """The states [R_k, H] and rows [R_k] of each step -> logits, and what chooses among the likeliest."""
+        before = [shift_left(batch.ids, 1 + k, 0).flatten()[at] for k, at in enumerate(rows)]
+        every = self.candidate_selector.queries(torch.cat([*states]), torch.cat(before))
+        sources = zip(states, every.split([len(at) for at in rows]), strict=True)
+        return [
+            StepOutput(k, at, source, self._plain, selector=self.selector)
+            for k, (at, source) in enumerate(zip(rows, sources, strict=True))
+        ]
+
+    def _plain(self, states: Tensor, query: Tensor) -> Tensor:
+        return self.logits(states)
+
+
+def check_sizes(options: DFlash2Options, target: Target, drafted: int) -> None:
+    """Raise UserError for sizes that do not fit the target, or the tokens that are drafted among."""
+    if target.hidden_size % options.conv_group_size:
+        raise UserError(
+            f"head.conv_group_size is {options.conv_group_size}, which does not divide the width of the target {target.path}, "
+            f"{target.hidden_size}: choose a divisor."
+        )
+    if options.selector_top_k > drafted:
+        raise UserError(
+            f"head.selector_top_k is {options.selector_top_k}, but the head drafts among {drafted} tokens: choose no more than these."
+        )
+
+
+class DFlash2Drafter(BlockDrafter):
+    """Drafts a chain from left to right, each token chosen, or drawn, among its slot's candidates."""
+
+    head: DFlash2Head
+
+    def draft(self, state: DecodeState, states_BKH: Tensor) -> Draft:
+        """Turn the states of the slots that draft into a chain."""
+        head, logits_BKW = self.head, self.head.logits(states_BKH)
+
+        def next_logits(k: int, before_B: Tensor) -> Tensor:
+            query_Br = head.candidate_selector.queries(states_BKH[:, k], before_B)
+            return head.selector.chosen(logits_BKW[:, k], states_BKH[:, k], query_Br)
+
+        depth = states_BKH.shape[1]
+        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=head.draft_vocab)
+
+
+build, load = DFlash2Head.build, DFlash2Head.load

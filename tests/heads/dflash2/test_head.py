@@ -1,0 +1,162 @@
+"""DFlash2: a new head against DFlash, convolutions and selector by their formulas, a window, drafts of every length, and its figures."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.decoder.answers import tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.errors import UserError
+from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.heads.dflash2.head import DFlash2Drafter, DFlash2Options, GroupedConv, build
+from draftsmith.heads.losses.divergences import Teacher
+from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
+from draftsmith.heads.losses.selector import choose
+from draftsmith.heads.losses.spec import LossSpec
+from tests.heads.blocks import LOSSES, make_head, make_target, packed, requests, trained
+
+pytestmark = pytest.mark.full
+SMALL = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
+
+
+def test_a_new_head_is_a_dflash_head() -> None:
+    """Bit by bit: the drafts' logits at its candidates, and the gradients that both have."""
+    target = make_target()
+    plain, batch = make_head("dflash", target), packed(target)
+    head = build(replace(DFlash2Options(**vars(plain.options)), **SMALL), target, None)
+    assert not head.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
+    spec = replace(LOSSES["dflash"], selector_weight=0.0)
+    ours, theirs = head.eval()(batch, 4), plain(batch, 4)
+    for a, b in zip(ours.steps, theirs.steps, strict=True):
+        assert torch.equal(a.projected(*a.sources), b.logits)
+        best = b.logits.topk(SMALL["selector_top_k"]).indices
+        assert torch.equal(a.logits.gather(1, best), b.logits.gather(1, best))
+        assert int(a.logits.isfinite().sum()) == best.numel()
+    losses = [head_loss(output, batch, target.head, None, spec).loss_sum for output in (ours, theirs)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    found = {name: p.grad for name, p in head.named_parameters() if p.grad is not None}
+    for name, p in plain.named_parameters():
+        assert p.grad is None or torch.equal(found[name], p.grad), name
+
+
+def test_a_convolution_is_its_formula() -> None:
+    torch.manual_seed(0)
+    conv, x, normed = GroupedConv(8, 3, 4), torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    for p in conv.parameters():
+        torch.nn.init.normal_(p)
+    base, delta = conv.base_kernel.detach(), (normed @ conv.kernel_projection.weight.detach().T).view(2, 5, 2, 3, 2)
+    for side in (0, 1):
+        found = conv(x, normed, side).detach()
+        for b in range(2):
+            for i in range(5):
+                for c in range(8):
+                    taps = range(min(3, i + 1))
+                    kernel = [float(base[side, t, c] + delta[b, i, side, t, c // 4]) for t in taps]
+                    expected = sum(k * float(x[b, i - t, c]) for t, k in enumerate(kernel))
+                    assert float(found[b, i, c]) == pytest.approx(expected, abs=1e-5)
+
+
+@torch.no_grad()
+def test_each_draft_length_has_a_pass_of_its_own() -> None:
+    """Decoded and simulated rounds are the same for every length, which a longer draft's beginning does not tell."""
+    target, head, batch = trained("dflash2")
+    shorter, longer = (head(batch, k).steps[0].logits for k in (1, 3))
+    assert not torch.equal(shorter.argmax(-1), longer.argmax(-1))
+    decoded = {k: decode_batch(target, DFlash2Drafter(head, k), requests(8), Sampling()).generations for k in (1, 2, 3)}
+    simulated = simulate_generations(target, head, decoded[3], Sampling(), 3).tallies
+    for k, generations in decoded.items():
+        assert [g.output_ids for g in generations] == [g.output_ids for g in decoded[3]]
+        tau = total([tally_generation(g, k) for g in generations], k).tau
+        assert tau is not None
+        assert tau > 1.1
+        assert total([tallies[k - 1] for tallies in simulated], k).tau == pytest.approx(tau)
+
+
+@torch.no_grad()
+def test_a_slot_sees_what_is_less_than_its_window_behind_it() -> None:
+    """As in a text that begins there."""
+    target = make_target(num_hidden_layers=8)
+    options = {**SMALL, "num_layers": 1, "block_size": 3, "sliding_window": 6, "conv_kernel_size": 1}
+    head, batch = make_head("dflash2", target, **options), packed(target)
+    at = next(int(x) for x in head(batch, 2).steps[1].rows if int(batch.position.flatten()[x]) >= 6)
+    spread = batch.aux.flatten(0, 1)
+
+    def states(change: int) -> Tensor:
+        """The last slot's, which is 3 behind the row, with the aux streams of a token changed."""
+        aux = spread.clone()
+        aux[change] += 1.0
+        step = head(replace(batch, aux=aux.view_as(batch.aux)), 2).steps[1]
+        return step.sources[0][step.rows == at]
+
+    same = states(0)
+    assert torch.equal(states(at - 3), same), "6 positions behind the slot"
+    assert not torch.allclose(states(at - 2), same, atol=1e-6), "5 positions behind it"
+
+
+def test_the_selector_learns_its_label_among_the_candidates() -> None:
+    target = make_target()
+    head = make_head("dflash2", target, **SMALL)
+    torch.manual_seed(0)
+    logits, query = torch.randn(6, 160), torch.randn(6, 6)
+    best = logits.topk(5).indices
+    teacher_p = torch.randn(6, 160).softmax(-1)
+    label = torch.tensor([int(best[0, 0]), int(best[1, 4]), 7, -1, int(best[4, 2]), 9])
+    teacher = Teacher(teacher_p, teacher_p.sum(-1), torch.zeros(6), label, label)
+    found = choose(logits.log_softmax(-1), teacher, label, head.selector, [query])
+    B = head.candidate_selector.successor_codebook.detach()
+    for r in range(6):
+        tokens = best[r].tolist()
+        drafted = torch.stack([logits[r, b] + query[r] @ B[b] for b in tokens])
+        p = torch.stack([teacher_p[r, b] for b in tokens])
+        assert float(found.acceptance_R[r]) == pytest.approx(
+            float(torch.minimum(drafted.softmax(-1), p).sum()), abs=1e-5
+        )
+        assert bool(found.correct_R[r]) == (tokens[int(drafted.argmax())] == int(label[r]))
+        assert bool(found.recalled_R[r]) == (int(label[r]) in tokens)
+        if label[r] >= 0 and int(label[r]) not in tokens:
+            tokens[-1] = int(label[r])
+        scores = torch.stack([logits[r, b] + query[r] @ B[b] for b in tokens])
+        expected = -scores.log_softmax(-1)[tokens.index(int(label[r]))] if label[r] >= 0 else torch.zeros(())
+        assert float(found.loss_R[r]) == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize("labels", ["teacher", "data"])
+def test_both_losses_have_their_own_weights(labels: Any) -> None:
+    target = make_target()
+    head, batch = make_head("dflash2", target, **SMALL, block_size=4), packed(target)
+    spec = LossSpec(kind="hard_ce", slot_weights="dpace", normalize="weights", selector_labels=labels)
+    parts = [replace(spec, selector_weight=w) for w in (0.0, 1.0, 3.0)]
+    output = head(batch, 3)
+    none, one, three = (float(head_loss(output, batch, target.head, None, part).loss_sum.detach()) for part in parts)
+    assert three - none == pytest.approx(3 * (one - none), rel=1e-4)
+    assert one > none
+    whole, pieces = (head_loss(output, batch, target.head, None, spec, piece_size=n) for n in (None, 2000))
+    torch.testing.assert_close(whole.loss_sum, pieces.loss_sum)
+    assert torch.equal(whole.selector, pieces.selector)
+    gradients = []
+    for scored in (whole, pieces):
+        head.zero_grad()
+        (scored.loss_sum / loss_divisor(batch, spec, head)).backward(retain_graph=True)
+        gradients.append([p.grad.clone() for p in head.parameters() if p.grad is not None])
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"conv_group_size": 7}, "head.conv_group_size is 7, which does not divide the width of the target tiny, 64"),
+        ({"selector_top_k": 161}, "head.selector_top_k is 161, but the head drafts among 160 tokens"),
+        ({"sliding_window": 8}, "head.sliding_window is 8, which a block of 8 slots fills"),
+    ],
+)
+def test_bad_options_are_one_sentence(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        build(DFlash2Options(**({"layer_ids": [1], "mask_token_id": 3} | SMALL | options)), make_target(), None)
+    assert "\n" not in str(caught.value)

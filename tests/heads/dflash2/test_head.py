@@ -62,6 +62,7 @@ def test_a_convolution_is_its_formula() -> None:
                     assert float(found[b, i, c]) == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_each_draft_length_has_a_pass_of_its_own() -> None:
     """Decoded and simulated rounds are the same for every length, which a longer draft's beginning does not tell."""
@@ -123,7 +124,7 @@ def test_the_selector_learns_its_label_among_the_candidates() -> None:
             tokens[-1] = int(label[r])
         scores = torch.stack([logits[r, b] + query[r] @ B[b] for b in tokens])
         expected = -scores.log_softmax(-1)[tokens.index(int(label[r]))] if label[r] >= 0 else torch.zeros(())
-        assert float(found.loss_R[r]) == pytest.approx(float(expected), abs=1e-5)
+        assert found.loss_R[r].item() == pytest.approx(float(expected), abs=1e-5)
 
 
 @pytest.mark.parametrize("labels", ["teacher", "data"])

@@ -19,6 +19,7 @@ from draftsmith.data.memory import move
 from draftsmith.errors import UserError
 from draftsmith.heads.layers.from_target import LAYER_KEYS
 from draftsmith.heads.plan import Plan, flat_rows
+from draftsmith.heads.selector import Selector
 from draftsmith.target.target import Target, TargetHead
 
 Piece = Tensor | slice
@@ -27,29 +28,6 @@ Piece = Tensor | slice
 
 def _same(logits: Tensor) -> Tensor:
     return logits
-
-
-@dataclass(frozen=True)
-class Selector:
-    """Chooses a step's token among its likeliest (DFlash2).
-
-    Attributes:
-        top_k: how many.
-        rescore: their indices [R, C], their logits, and what of a step's `inputs` is not its states -> their scores [R, C].
-    """
-
-    top_k: int
-    rescore: Callable[..., Tensor]
-
-    def candidates(self, logits: Tensor) -> Tensor:
-        """Logits [R, W] -> the indices [R, C] of the likeliest, these first."""
-        return logits.topk(min(self.top_k, logits.shape[-1]), -1).indices
-
-    def chosen(self, logits: Tensor, states: Tensor, *more: Tensor) -> Tensor:
-        """Return the scores [R, W] that a token is drafted by, from a step's logits and inputs: -inf at all but the candidates."""
-        among = self.candidates(logits)
-        scores = self.rescore(among, logits.gather(-1, among), *more)
-        return torch.full_like(logits, -torch.inf, dtype=scores.dtype).scatter(-1, among, scores)
 
 
 @dataclass(frozen=True)
@@ -388,22 +366,6 @@ class DraftHead(nn.Module, ABC):
     def served(self) -> "DraftHead":
         """Return the head as engines compute it: itself, or one that gives the same logits from other tensors."""
         return self
-
-
-class ScaledHead(DraftHead):
-    """A head that multiplies embeddings by a number of its own, 1 for heads trained elsewhere."""
-
-    embedding_scale = 1.0
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "token_scale": self.embedding_scale}
-
-    @classmethod
-    def load(cls, spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Self:
-        """As `DraftHead.load`."""
-        head = super().load(spec, target, draft_vocab)
-        head.embedding_scale = spec.get("token_scale", 1.0)
-        return head
 
 
 @contextmanager

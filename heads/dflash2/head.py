@@ -26,10 +26,11 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.decoder.growth import chain_token_by_token
 from draftsmith.errors import UserError
-from draftsmith.heads.base import Selector, StepOutput, shift_left
+from draftsmith.heads.base import StepOutput, shift_left
 from draftsmith.heads.block.base import BlockAttention, BlockDrafter, BlockHead
 from draftsmith.heads.dflash2 import DFlash2Options
 from draftsmith.heads.layers.decoder_layer import PlainLayer
+from draftsmith.heads.selector import Selector
 from draftsmith.target.target import Target
 
 

@@ -22,11 +22,12 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.sampling import NOISE, uniforms
-from draftsmith.heads.base import Reads, ScaledHead, Trains
+from draftsmith.heads.base import Reads, Trains
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.eagle1 import Eagle1Options
 from draftsmith.heads.layers.decoder_layer import EagleAttention, EagleLayer, Rotary
 from draftsmith.heads.layers.from_target import derive_layer_config, embedding_scale
+from draftsmith.heads.scaled import ScaledHead
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, steady_positions
 

@@ -28,7 +28,6 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import (
     Drafts,
     HeadOutput,
-    ScaledHead,
     StepOutput,
     Trains,
     shift_left,
@@ -40,6 +39,7 @@ from draftsmith.heads.layers.from_target import derive_layer_config, embedding_s
 from draftsmith.heads.layers.row_plan import RowPlan
 from draftsmith.heads.layers.training_pass import LayerInput, TrainingPass
 from draftsmith.heads.plan import Plan, plan_queries
+from draftsmith.heads.scaled import ScaledHead
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, TargetHead
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.memory import move
-from draftsmith.heads.base import DraftHead, HeadOutput, Selector, StepOutput, iterate_supervised_rows, shift_left
+from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
 from draftsmith.heads.losses.pieces import sum_pieces
 from draftsmith.heads.losses.plan import divisor_of, plan_loss
@@ -28,6 +28,7 @@ from draftsmith.heads.losses.selector import choose
 from draftsmith.heads.losses.slots import dpace
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.plan import LossPlan, flat_rows
+from draftsmith.heads.selector import Selector
 from draftsmith.target.target import TargetHead
 
 PIECE = {"cpu": 1 << 22, "cuda": 1 << 25}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.heads.base import Selector
 from draftsmith.heads.losses.divergences import Teacher, label_ce
+from draftsmith.heads.selector import Selector
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,33 @@
+"""What chooses a step's token among its likeliest.
+
+Shapes: R rows, W draft vocab, C candidates.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Selector:
+    """Chooses a step's token among its likeliest (DFlash2).
+
+    Attributes:
+        top_k: how many.
+        rescore: their indices [R, C], their logits, and what of a step's `inputs` is not its states -> their scores [R, C].
+    """
+
+    top_k: int
+    rescore: Callable[..., Tensor]
+
+    def candidates(self, logits: Tensor) -> Tensor:
+        """Logits [R, W] -> the indices [R, C] of the likeliest, these first."""
+        return logits.topk(min(self.top_k, logits.shape[-1]), -1).indices
+
+    def chosen(self, logits: Tensor, states: Tensor, *more: Tensor) -> Tensor:
+        """Return the scores [R, W] that a token is drafted by, from a step's logits and inputs: -inf at all but the candidates."""
+        among = self.candidates(logits)
+        scores = self.rescore(among, logits.gather(-1, among), *more)
+        return torch.full_like(logits, -torch.inf, dtype=scores.dtype).scatter(-1, among, scores)

@@ -47,7 +47,7 @@ def stages_of(estimate: Estimate) -> list[Stage]:
         Stage("export", 0, estimate.export_bytes, 0),
     ]
     if recipe.features.source == "store":
-        seconds = estimate.seconds(estimate.feature_flops)
+        seconds = estimate.feature_seconds
         stages.insert(0, Stage("hidden states", seconds, estimate.store_bytes, estimate.feature_bytes))
     if recipe.answers.regenerate:
         stages.insert(0, Stage("answers", estimate.answer_seconds, estimate.answer_file_bytes, estimate.answer_bytes))
@@ -66,6 +66,7 @@ def describe(estimate: Estimate) -> list[str]:
     spec, online = recipe.train, estimate.seconds(estimate.online_flops) / given.gpus
     active = f", {_count(target.active)} of them multiplied per token" if target.experts else ""
     one = "" if device.name == "cpu" else " on one GPU"
+    shared = one if given.gpus == 1 else f" on {gpus}"
     texts = f"{estimate.samples} conversations of {given.prompt} prompt and {given.answer} answer tokens"
     lines = [f"target: {_count(target.parameters)} parameters{active}, {_size(target.weight_bytes)} in memory"]
     if device.rates is None:
@@ -76,12 +77,12 @@ def describe(estimate: Estimate) -> list[str]:
     else:
         lines += [f"assumed: {texts}", *_measured(estimate, device.rates)]
     if recipe.answers.regenerate:
-        here = f"{estimate.answer_flops:.2g} FLOP, {readable_time(estimate.answer_seconds)}{one}"
+        here = f"{estimate.answer_flops:.2g} FLOP, {readable_time(estimate.answer_seconds)}{shared}"
         lines.append(
             f"answers: {_count(estimate.samples * given.answer)} tokens, {'by servers, whose time is not planned' if recipe.answers.servers else here}, "
             f"{_size(estimate.answer_file_bytes)} on disk, {_size(estimate.answer_bytes)} in memory"
         )
-    stored = f"{_size(estimate.store_bytes)} on disk, {readable_time(estimate.seconds(estimate.feature_flops))}{one}, "
+    stored = f"{_size(estimate.store_bytes)} on disk, {readable_time(estimate.feature_seconds)}{shared}, "
     stored += f"{_size(estimate.feature_bytes)} in memory, then read at {_size(estimate.read_rate)}/s while training"
     used, other = (f"stored: {stored}", f"online: {readable_time(online)} more training")
     used, other = (other, used) if recipe.features.source == "online" else (used, other)

@@ -92,7 +92,7 @@ def device_here(device: str) -> Device:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan assumes about hardware and texts. gpus: of training; other stages use one. utilisation: share of the peak FLOP/s
+    """What a plan assumes about hardware and texts. gpus: of answers, hidden states and training; other stages use one. utilisation: share of the peak FLOP/s
     that training and prefill reach, of a device that was not measured. prompt, answer: mean tokens per conversation."""
 
     device: Device
@@ -145,7 +145,7 @@ class Estimate:
 
     @property
     def answer_seconds(self) -> float:
-        """Seconds of prefill, bound by FLOPs, and of decoding.
+        """Seconds of prefill, bound by FLOPs, and of decoding, shared out by chunks.
 
         A chunk has c * b prompts, of which b are answered at a time. Where an answer ends, a waiting prompt takes its row: none waits
         after (c - 1) * a passes. The longest answer ends max_new_tokens passes later. Servers take none of this machine's time.
@@ -157,7 +157,7 @@ class Estimate:
         passes = max(0.0, chunk / spec.batch - 1) * given.answer + spec.max_new_tokens
         rows = max(1.0, min(spec.batch, chunk * given.answer / passes))
         prefill = self.seconds(self.samples * self.target.forward_flops(given.prompt))
-        return prefill + self.samples / chunk * passes * self.pass_seconds(rows, 1, self.context)
+        return (prefill + self.samples / chunk * passes * self.pass_seconds(rows, 1, self.context)) / self.given.gpus
 
     @property
     def answer_flops(self) -> float:
@@ -188,6 +188,11 @@ class Estimate:
     def feature_flops(self) -> float:
         """FLOPs of one pass of the target over every text, logits included."""
         return self.samples * self.target.forward_flops(self.given.prompt + self.given.answer)
+
+    @property
+    def feature_seconds(self) -> float:
+        """Seconds of extraction, which every GPU takes its share of."""
+        return self.seconds(self.feature_flops) / self.given.gpus
 
     @property
     def feature_bytes(self) -> float:

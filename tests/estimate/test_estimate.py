@@ -139,6 +139,10 @@ def test_times_follow_what_they_should() -> None:
     slow = given(device=replace(made.given.device, bandwidth=made.given.device.bandwidth / 2))
     assert slow.answer_seconds > 1.9 * made.answer_seconds
     assert EvaluationEstimate(slow).parts["decoding"] > 1.9 * EvaluationEstimate(made).parts["decoding"]
+    two = given(gpus=2)
+    assert made.given.gpus == 1
+    assert two.answer_seconds == pytest.approx(made.answer_seconds / 2)
+    assert two.feature_seconds == pytest.approx(made.feature_seconds / 2)
     online = replace(made, recipe=replace(made.recipe, features=FeaturesSpec(source="online")))
     assert online.train_seconds == pytest.approx(made.train_seconds + made.seconds(made.online_flops))
 
@@ -163,7 +167,7 @@ def test_the_total_is_that_of_the_stages() -> None:
     made = estimate(target())
     stages = {stage.name: stage for stage in stages_of(made)}
     assert [*stages] == ["answers", "hidden states", "training", "evaluation", "export"]
-    parts = [made.answer_seconds, made.seconds(made.feature_flops), made.train_seconds]
+    parts = [made.answer_seconds, made.feature_seconds, made.train_seconds]
     assert total_seconds(made) == pytest.approx(sum(parts) + EvaluationEstimate(made).seconds)
     online = estimate(target(), features=FeaturesSpec(source="online"), answers=AnswersSpec(regenerate=False))
     assert [stage.name for stage in stages_of(online)] == ["training", "evaluation", "export"]

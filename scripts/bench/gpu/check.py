@@ -35,8 +35,8 @@ from draftsmith.storage import write_json
 ROOT = Path(__file__).resolve().parents[3]
 WHEELS = ROOT / "scripts" / "gpu_wheels.txt"
 HEADS = ("eagle3",)
-PARTS = {"limits": 0.04, "decoding": 0.16, "training": 0.1, "sources": 0.16, "long": 0.08}
-"""What `scripts.bench.gpu.shapes` measures, and the share of the time that it may take."""
+PARTS = {"limits": 0.04, "decoding": 0.16, "training": 0.1, "sources": 0.16, "long": 0.08, "numbers": 0.05}
+"""What `scripts.bench.gpu.shapes`, and `.numbers`, measure, and the share of the time that each may take."""
 RESERVE = 15.0
 """Seconds kept for starting and for writing the results."""
 ERROR_LINES = 12
@@ -136,13 +136,13 @@ class GpuCheck:
         if self.options.device.startswith("cuda") and self._facts("machine") and "gpu" not in self._facts("machine"):
             raise UserError("torch sees no GPU here: check the driver with nvidia-smi, or add --device cpu --small.")
         size = ["--small"] if self.options.small else []
-        steps = [Step("tests", 0.19, (sys.executable, "-m", *tests))]
+        steps = [Step("tests", 0.17, (sys.executable, "-m", *tests))]
         steps += [Step(n, s, self._part(n, "part", n, self.options.device, *size)) for n, s in PARTS.items()]
         for head in HEADS:
             words = self._recipe(head)
-            steps.append(Step(f"{head} train", 0.08, self._part(f"{head}-train", "stage", "train", *words)))
+            steps.append(Step(f"{head} train", 0.07, self._part(f"{head}-train", "stage", "train", *words)))
             # What is trained already is reused: this evaluates, exports and reports.
-            steps.append(Step(f"{head} evaluate", 0.16, self._part(f"{head}-evaluate", "stage", "run", *words)))
+            steps.append(Step(f"{head} evaluate", 0.14, self._part(f"{head}-evaluate", "stage", "run", *words)))
         only = self.options.only
         wanted = [step for step in steps if not only or step.name.split()[0] in only]
         whole = sum(step.share for step in wanted)
@@ -336,10 +336,11 @@ def write_facts(facts: str, what: str, *rest: str) -> int:
         keep(**machine())
     elif what == "part":
         from scripts.bench.gpu import shapes
+        from scripts.bench.gpu.numbers import numbers
 
         name, device, *small = rest
         shape = shapes.SMALL if small else shapes.EIGHT_BILLION
-        for piece, value in shapes.PARTS[name](torch.device(device), shape):
+        for piece, value in {**shapes.PARTS, "numbers": numbers}[name](torch.device(device), shape):
             print(f"{piece}: {time.perf_counter() - started:.1f} s", flush=True)
             keep(**{piece: value})
     else:

@@ -80,9 +80,7 @@ Facts = Iterator[tuple[str, Any]]
 
 def machine_limits(device: torch.device, shape: Shape) -> Facts:
     """Measure what the device can do at best: products, memory, copies."""
-    n = 8192 if shape is EIGHT_BILLION else 256
-    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    yield "bf16_flops", 2 * n**3 / (_best(device, lambda: a @ b) / 1e3)
+    yield "bf16_flops", _product_flops(device, shape)
     yield "read_bandwidth", read_bandwidth(device)
     size = 2**28 if shape is EIGHT_BILLION else 2**16
     there = torch.empty(size, dtype=torch.uint8, device=device)
@@ -90,6 +88,12 @@ def machine_limits(device: torch.device, shape: Shape) -> Facts:
         here = torch.empty(size, dtype=torch.uint8, pin_memory=name == "pinned")
         yield f"to_device_{name}", size / (_best(device, partial(there.copy_, here)) / 1e3)
         yield f"to_host_{name}", size / (_best(device, partial(here.copy_, there)) / 1e3)
+
+
+def _product_flops(device: torch.device, shape: Shape) -> float:
+    n = 8192 if shape is EIGHT_BILLION else 256
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * n**3 / (_best(device, lambda: a @ b) / 1e3)
 
 
 def decoding(device: torch.device, shape: Shape) -> Facts:
@@ -142,11 +146,12 @@ def decoding(device: torch.device, shape: Shape) -> Facts:
 
 def training(device: torch.device, shape: Shape) -> Facts:
     """Time a training step of an EAGLE-3 head on a batch that is at hand, with its FLOPs, its waits and its peak of memory."""
-    target = make_target(device, replace(shape, layers=8))
+    target, most = make_target(device, replace(shape, layers=8)), _product_flops(device, shape)
     for rows in (2, 8):
         with _until_memory_ends() as facts:
             batch = make_batch(target, rows, shape.row).to(device)
             facts |= time_step(target, make_head(target, shape).to(device), batch)
+            facts["share_of_products"] = facts["flops_per_second"] / most
         yield f"{rows} x {shape.row}", facts
 
 

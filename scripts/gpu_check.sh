@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Checks draftsmith on a CUDA machine with Python 3.11 or newer, torch and transformers, without a network: the GPU
 # tests, what a random target of 8 billion parameters and a head for it take (passes, answers, training steps, stores, a
-# long document, the errors of its numbers), then EAGLE-3 on the embedded default from answers to decoding in bf16. Writes gpu_check.json and a log
-# into the output folder (gpu-check), within 9 minutes; every part is a process of its own and keeps what it found.
+# long document, the errors of its numbers), then EAGLE-3 on the embedded default from answers to decoding in bf16.
+# Writes gpu_check.json and a log into the output folder (gpu-check), within 9 minutes; every part is a process of its own
+# and keeps what it found.
 #
 #   bash scripts/gpu_check.sh [--wheels DIR] [--output DIR] [--minutes 9]       # --help lists all options
 #   bash scripts/gpu_check.sh --device cpu --small --minutes 15                 # tries the check itself, anywhere

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[3]
 WHEELS = ROOT / "scripts" / "gpu_wheels.txt"
 HEADS = ("eagle3",)
 PARTS = {"limits": 0.04, "decoding": 0.16, "training": 0.1, "sources": 0.16, "long": 0.08, "numbers": 0.05}
-"""What `scripts.bench.gpu.shapes`, and `.numbers`, measure, and the share of the time that each may take."""
+"""What `scripts.bench.gpu.shapes`, and `.rounding`, measure, and the share of the time that each may take."""
 RESERVE = 15.0
 """Seconds kept for starting and for writing the results."""
 ERROR_LINES = 12
@@ -336,7 +336,7 @@ def write_facts(facts: str, what: str, *rest: str) -> int:
         keep(**machine())
     elif what == "part":
         from scripts.bench.gpu import shapes
-        from scripts.bench.gpu.numbers import numbers
+        from scripts.bench.gpu.rounding import numbers
 
         name, device, *small = rest
         shape = shapes.SMALL if small else shapes.EIGHT_BILLION

@@ -1,8 +1,8 @@
 """Feed a training with the hidden states of an 8B target: python -m scripts.bench.feed --output docs/results/feed.json
 
 Says what a micro-batch of 8,192 tokens takes of a core, and which share of the time a training waits for it whose step computes for
-170 ms (a pretended step, which sleeps). With `--before FOLDER`, a checkout of a version that had torch's DataLoader, that takes turns.
-Memory is not pinned, and nothing is copied to a device: there is none.
+170 ms (a pretended step, which sleeps). With `--before COMMIT`, of a version that had torch's DataLoader, that takes turns. Memory is
+not pinned, and nothing is copied to a device: there is none. On a machine that has other work, `chrt -f 20` in front gives it a core.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.feed", description=__doc__)
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--before", type=Path)
+    parser.add_argument("--before")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--read", type=Path, help="only read the store in this folder")
     own = parser.parse_args(argv)
@@ -134,15 +134,17 @@ def main(argv: list[str]) -> int:
         exec(TIMED % COMPUTE, {"read": feed_of(own.read)})
         return 0
     command = f"python -m scripts.bench.feed --batches {own.batches} --turns {own.turns}"
-    facts = environment_json() | {"command": command + (" --before CHECKOUT" if own.before else "")}
+    facts = environment_json() | {"command": command + (f" --before {own.before}" if own.before else "")}
     found: dict[str, list[Any]] = {"before": [], "after": []}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as earlier:
+        if own.before:
+            subprocess.run(f"git archive {own.before} | tar -x -C {earlier}", shell=True, check=True)
         write(Path(folder), own.batches)
         facts["checks_ms"] = checks(Path(folder))
         for _ in range(own.turns):
             runs = {"after": (["-m", "scripts.bench.feed", "--read", folder], Path.cwd())}
             if own.before:
-                runs["before"] = (["-c", BEFORE + TIMED % COMPUTE, folder], own.before)
+                runs["before"] = (["-c", BEFORE + TIMED % COMPUTE, folder], Path(earlier))
             for name, (arguments, where) in runs.items():
                 made = subprocess.run(
                     [sys.executable, *arguments], cwd=where, capture_output=True, text=True, check=True

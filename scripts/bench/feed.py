@@ -7,6 +7,7 @@ not pinned, and nothing is copied to a device: there is none. On a machine that 
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -133,7 +134,8 @@ def main(argv: list[str]) -> int:
     if own.read:
         exec(TIMED % COMPUTE, {"read": feed_of(own.read)})
         return 0
-    command = f"python -m scripts.bench.feed --batches {own.batches} --turns {own.turns}"
+    alone = "chrt -f 20 " if os.sched_getscheduler(0) == os.SCHED_FIFO else ""
+    command = f"{alone}python -m scripts.bench.feed --batches {own.batches} --turns {own.turns}"
     facts = environment_json() | {"command": command + (f" --before {own.before}" if own.before else "")}
     found: dict[str, list[Any]] = {"before": [], "after": []}
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as earlier:

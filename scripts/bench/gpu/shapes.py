@@ -43,6 +43,7 @@ from draftsmith.machine import read_bandwidth
 from draftsmith.recipe.schema import Recipe, TrainSpec
 from draftsmith.target.kernels import fuse_norms, pack_linears
 from draftsmith.target.target import Target
+from draftsmith.train.feed import plan_batch
 from draftsmith.train.loop import train
 from draftsmith.train.schedule import TrainData, build_optimizers
 
@@ -149,7 +150,7 @@ def training(device: torch.device, shape: Shape) -> Facts:
     target, most = make_target(device, replace(shape, layers=8)), _product_flops(device, shape)
     for rows in (2, 8):
         with _until_memory_ends() as facts:
-            batch = make_batch(target, rows, shape.row).to(device)
+            batch = make_batch(target, rows, shape.row)
             facts |= time_step(target, make_head(target, shape).to(device), batch)
             facts["share_of_products"] = facts["flops_per_second"] / most
         yield f"{rows} x {shape.row}", facts
@@ -191,7 +192,7 @@ def long_document(device: torch.device, shape: Shape) -> Facts:
         facts["ms"] = _best(device, partial(_answer, target, TargetAlone, request), 2)
     yield "prompt", facts
     with _until_memory_ends() as facts:
-        batch = make_batch(target, 1, shape.long).to(device)
+        batch = make_batch(target, 1, shape.long)
         facts |= time_step(target, make_head(target, shape).to(device), batch)
     yield "training step", facts
 
@@ -243,14 +244,15 @@ def make_batch(target: Target, rows: int, length: int) -> TrainBatch:
 
 
 def time_step(target: Target, head: DraftHead, batch: TrainBatch) -> dict[str, Any]:
-    """Return what forward, loss, backward and optimizer take for a batch on the device."""
-    device, spec = target.device, TrainSpec(precision="bf16")
+    """Return what forward, loss, backward and optimizer take for a batch that is planned and brought to the device before."""
+    device, spec = target.device, TrainSpec(precision="bf16", loss=LossSpec(decay=0.8))
     optimizers = build_optimizers(head.train(), spec)
+    batch = plan_batch(batch, head, spec.loss, device).batch.to(device)
 
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16):
             output = head(batch, STEPS)
-        loss = head_loss(output, batch, target.head, head.draft_vocab, LossSpec(decay=0.8))
+        loss = head_loss(output, batch, target.head, head.draft_vocab, spec.loss)
         (loss.loss_sum / loss.rows).backward()
         nn.utils.clip_grad_norm_(head.parameters(), spec.clip)
         for optimizer in optimizers:

@@ -252,7 +252,7 @@ class Meeting:
         from draftsmith.train.checkpoints import latest_checkpoint
 
         checkpoint = None if self.folder is None else latest_checkpoint(self.folder, warn=False)
-        start = "the beginning, as there is no checkpoint yet" if checkpoint is None else str(checkpoint)
+        start = "what is done; there is no checkpoint yet" if checkpoint is None else str(checkpoint)
         return f"run the same command again to go on from {start}"
 
 

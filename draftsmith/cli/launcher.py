@@ -51,7 +51,7 @@ def _say(failures: dict[int, ProcessFailure], folder: Path) -> int:
             memory = ", as the system does when memory is short" if name == "SIGKILL" else ""
             checkpoint = latest_checkpoint(folder, warn=False)
             start = (
-                " from the beginning, as there is no checkpoint yet"
+                " to go on from what is done; there is no checkpoint yet"
                 if checkpoint is None
                 else f" to go on from {checkpoint}"
             )

@@ -126,7 +126,7 @@ def test_a_lost_process_is_a_sentence_with_the_way_to_go_on(tmp_path: Path, monk
     gone = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
     error, _ = both(lambda met: _ending(met, gone), lambda met: None)
     assert "Another process of this training is gone" in str(error)
-    assert "run the same command again to go on from the beginning, as there is no checkpoint yet" in str(error)
+    assert "run the same command again to go on from what is done; there is no checkpoint yet" in str(error)
     assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == str(error)
 
 

@@ -229,13 +229,14 @@ class _RowTerms:
 
     def __call__(self, piece: _Piece, log_q_RW: Tensor) -> tuple[Tensor, Tensor]:
         spec, teacher = self.spec, piece.teacher
-        kept_R = (teacher.best >= 0).to(log_q_RW.dtype)
-        loss_R = self.loss_of(piece, log_q_RW, kept_R)
-        loss_R = loss_R if self.weights is None else loss_R * self.weights[piece.rows]
+        kept_R = trained_R = (teacher.best >= 0).to(log_q_RW.dtype)
         slot_R = self.depth_S[piece.step]
         if spec.dpace:
             base, label_R = row_loss(spec), getattr(teacher, LOSSES[spec.kind].label)
-            slot_R = self._slots(piece, base(log_q_RW.detach(), teacher), kept_R * (label_R >= 0))
+            trained_R = kept_R * (label_R >= 0)
+            slot_R = self._slots(piece, base(log_q_RW.detach(), teacher), trained_R)
+        loss_R = self.loss_of(piece, log_q_RW, trained_R)
+        loss_R = loss_R if self.weights is None else loss_R * self.weights[piece.rows]
         weighed_R, choice = loss_R * slot_R, None
         if piece.selector is not None:
             label_R = teacher.label if spec.selector_labels == "data" else teacher.best
@@ -247,7 +248,7 @@ class _RowTerms:
             loss_R = loss_R + own_R
         with torch.no_grad():
             correct_R = log_q_RW.argmax(-1) == teacher.best  # in fp32: several times faster than in bf16
-            ones_R, weights_R = torch.ones_like(loss_R), [slot_R] if spec.dpace else []
+            ones_R, weights_R = torch.ones_like(loss_R), [slot_R * trained_R] if spec.dpace else []
             if choice is None:
                 figures = [loss_R, correct_R, acceptance(log_q_RW, teacher), ones_R, *weights_R]
             else:
@@ -261,14 +262,14 @@ class _RowTerms:
         return 1.0 if self.spec.selector_weight is None else self.spec.selector_weight
 
     def _slots(self, piece: _Piece, ce_R: Tensor, known_R: Tensor) -> Tensor:
-        """Return the weights of rows: their steps' or, by their cross-entropy, D-PACE's, 0 where `known_R` is, as no draft gets past a
-        label that it cannot have."""
+        """Return the weights of rows: their steps' or, by their cross-entropy, D-PACE's. A draft hardly gets past a label that it cannot
+        have, where `known_R` is 0."""
         if not self.spec.dpace:
             return self.depth_S[piece.step]
         assert piece.block is not None
         chance_R = (-ce_R.detach()).exp() * known_R
         own_R = dpace(chance_R, piece.block, piece.step, piece.blocks, len(self.depth_S), self.spec)
-        return self.depth_S[piece.step] * own_R * known_R
+        return self.depth_S[piece.step] * own_R
 
 
 def _tuned_terms(spec: LossSpec, weights: Tensor | None, piece: _Piece, log_q_RV: Tensor) -> tuple[Tensor, Tensor]:

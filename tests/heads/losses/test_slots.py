@@ -90,6 +90,16 @@ def test_a_loss_weighs_the_slots_of_each_block(vocab: Tensor | None, kind: str, 
     assert head_loss(output, batch, target.head, vocab, rows).weights is None
 
 
+def test_a_confidence_learns_of_drafts_that_fail_as_well(target, batch) -> None:
+    vocab = torch.arange(0, 160, 2)
+    steps = blocks_of(random_output(batch, len(vocab))).steps
+    odds = [torch.zeros(len(step.rows), requires_grad=True) for step in steps]
+    output = HeadOutput(tuple(replace(step, confidence=own) for step, own in zip(steps, odds, strict=True)))
+    spec = LossSpec(kind="argmax_ce", slot_weights="dpace", normalize="weights", confidence_weight=1.0)
+    head_loss(output, batch, target.head, vocab, spec).loss_sum.backward()
+    assert all(own.grad is not None and own.grad.all() for own in odds)
+
+
 def test_a_step_is_divided_by_the_weights_of_all_its_micro_batches(target, batch) -> None:
     """Whatever the gradients were divided by before: that is known before any pass."""
     spec = LossSpec(kind="hard_ce", slot_weights="dpace", normalize="weights")

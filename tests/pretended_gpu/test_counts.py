@@ -205,7 +205,7 @@ def name_of(name: str, temperature: int, rows: int) -> str:
 def test_the_table_holds_every_case_and_no_other() -> None:
     expected = {f"training step, {method}" for method in methods()} | {name_of(*case) for case in CASES}
     table = json.loads(TABLE.read_text(encoding="utf-8"))
-    assert table.keys() == expected | {"versions"}
+    assert table.keys() == expected | {"versions", "extraction"}
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     assert table["versions"] == {name: pins[name] for name in VERSIONS}, (
         "or every test here skips: write the table again"

@@ -1,12 +1,11 @@
 """The KV cache: keys and values of several sequences, each with its own length. A commit happens in `KVCache.commit`.
 
 A row's cached tokens fill slots 0..length-1; node j of a draft is written to slot length + j. One forward over a
-draft is `run_draft`; afterwards `commit` keeps the accepted path. The class speaks transformers' `Cache` protocol, so
+draft is `run_draft` of passes.py; afterwards `commit` keeps the accepted path. The class speaks transformers' `Cache` protocol, so
 that any causal LM that takes 4D masks can use it; draft heads with layers of their own use the same class.
 
 Shapes: B rows, b some of these rows, N nodes of a draft (or new tokens), T nodes of the whole tree, D nodes of a path,
-S slots, h key/value heads, d head dim, M tensors of one shape (keys and values of all layers that share it). In
-`run_draft`: A aux layers, H target hidden.
+S slots, h key/value heads, d head dim, M tensors of one shape (keys and values of all layers that share it).
 """
 
 import itertools
@@ -23,7 +22,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from draftsmith.decoder.draft import Draft, numbers
-from draftsmith.target.target import Target, TargetOutput
+from draftsmith.target.target import Target
 
 
 @dataclass(frozen=True)
@@ -178,17 +177,28 @@ class KVCache(Cache):
         counts: dict[TensorShape, Iterator[int]] = defaultdict(itertools.count)
         indices = [None if s is None else [(kind, next(counts[kind])) for kind in s] for s in self.shapes]
         super().__init__(layers=[_Layer(self, pair) for pair in indices])
-        self.buffers: dict[TensorShape, Tensor] = {
-            kind: torch.zeros(
-                next(count), rows, kind.heads, capacity, kind.dim, dtype=kind.dtype, device=kind.device or device
-            )
-            for kind, count in counts.items()
-        }
+        self.buffers: dict[TensorShape, Tensor] = {}
+        for kind, count in counts.items():
+            # On a GPU heads lie within slots, as its flash kernel reads the keys of several rows.
+            where = kind.device or torch.device(device)
+            on_gpu = where.type == "cuda"
+            inner = (capacity, kind.heads) if on_gpu else (kind.heads, capacity)
+            buffer = torch.zeros(next(count), rows, *inner, kind.dim, dtype=kind.dtype, device=where)
+            self.buffers[kind] = buffer.transpose(2, 3) if on_gpu else buffer
+        self._whole = dict(self.buffers)
 
     @classmethod
     def for_target(cls, target: Target, rows: int, capacity: int) -> "KVCache":
         """Allocate `capacity` slots for each of `rows` sequences of `target`."""
         return cls(layer_shapes(target), rows, capacity, target.device)
+
+    def restart(self) -> None:
+        """Forget all rows; those that left are back, where they were."""
+        self.buffers = dict(self._whole)
+        for buffer in self.buffers.values():
+            buffer.zero_()  # a mask does not keep out what is not finite
+        self._lengths_B = self._lengths_B.new_zeros(len(next(iter(self.buffers.values()))[0]))
+        self._views.clear()
 
     @property
     def lengths_B(self) -> Tensor:
@@ -290,6 +300,14 @@ def build_mask(
         # A single row has no slots between its cached tokens and its tree.
         cached = ancestors_BNT.new_ones(1, queries, visible - nodes)
         return torch.cat([cached, ancestors_BNT], 2)[:, None]
+    return place_mask(lengths_B, ancestors_BNT, visible, depth_BT, window)
+
+
+def place_mask(
+    lengths_B: Tensor, ancestors_BNT: Tensor, visible: int, depth_BT: Tensor | None, window: int | None
+) -> Tensor:
+    """Return the mask of `build_mask` for any rows and any number of slots, by the same operations whatever the lengths."""
+    rows, queries, nodes = ancestors_BNT.shape
     slot_S = torch.arange(visible, device=lengths_B.device)
     relative_BS = slot_S - lengths_B[:, None]
     cached_BS = relative_BS < 0
@@ -326,30 +344,3 @@ def attention_masks(
     if not layer_types:
         return build(window)
     return {kind: build(window if kind == "sliding_attention" else None) for kind in dict.fromkeys(layer_types)}
-
-
-def run_draft(
-    target: Target,
-    cache: KVCache,
-    draft: Draft,
-    layer_ids: tuple[int, ...] = (),
-    rows_b: Tensor | None = None,
-    *,
-    longest: int,
-) -> TargetOutput:
-    """Run the target over the nodes of a draft: aux [B, N, A*H] of `layer_ids` and last [B, N, H] at every node.
-
-    Keys and values are written behind the cached ones; `cache.commit` or `cache.append` then decides which stay.
-    rows_b: the rows of the cache that the draft's rows are, None for all. longest: see `KVCache.stage`.
-    """
-    at = cache.stage(draft.tokens_BN.shape[1], longest, rows_b)
-    # Chains in empty rows are read as any text: a mask of all pairs of a prompt's tokens would be larger than its states.
-    plain = longest == 0 and draft.linear
-    masks = None if plain else attention_masks(target.config, at.lengths_B, draft, at.visible, target.dtype)
-    return target.forward(
-        draft.tokens_BN,
-        layer_ids=layer_ids,
-        attention_mask=masks,
-        position_ids=at.lengths_B[:, None] + draft.depth_BN,
-        past_key_values=cache,
-    )

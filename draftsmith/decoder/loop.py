@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decoder.answers import Decoded, Generation, Request, Round
-from draftsmith.decoder.cache import KVCache, run_draft
+from draftsmith.decoder.captured import Passes
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
+from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.sampling import Noise, NoiseTable, Sampling
 from draftsmith.decoder.selfcheck import explain_not_finite
 from draftsmith.decoder.verify import NotFinite, Typical, Verdict, refuse, verify
@@ -93,7 +94,8 @@ class Loop:
         self.rows = self.answers[:rows]
         self.finished: list[Generation] = []
         capacity = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-        self.cache = KVCache.for_target(target, rows, capacity + drafter.max_nodes)
+        self._passes = Passes.of(target, rows, capacity + drafter.max_nodes)
+        self.cache = self._passes.cache
         drafter.start(rows, capacity)
         zeros_B = torch.zeros(rows, dtype=torch.long, device=target.device)
         state_B1D = torch.zeros(rows, 1, target.hidden_size, dtype=target.dtype, device=target.device)
@@ -122,6 +124,7 @@ class Loop:
             self.round()
             yield Decoded(self.answers, self.watch.seconds, self.passes)
             self.watch.skip()
+        self._passes.release()
 
     def round(self) -> None:
         """Run one round: propose -> one target pass -> verify -> commit -> emit."""
@@ -129,8 +132,8 @@ class Loop:
         draft = self.drafter.propose(state)
         watch.lap("draft")
 
-        output = run_draft(self.target, self.cache, draft, self.drafter.layer_ids, longest=state.longest)
-        logits_BNV = self.target.head.logits(output.last)
+        passed = self._passes(draft, state.longest, self.drafter.layer_ids)
+        output, logits_BNV = passed.output, passed.logits_BNV
         watch.lap("verify")
 
         if draft.listen is not None:

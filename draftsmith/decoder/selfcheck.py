@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.decoder.cache import KVCache, run_draft
+from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.draft import Draft
+from draftsmith.decoder.passes import run_draft
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
 

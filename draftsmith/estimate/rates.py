@@ -21,7 +21,7 @@ from transformers.initialization import no_init_weights
 from draftsmith.data.batch import Features, Tokenized, collate
 from draftsmith.data.features.extract import compute_features
 from draftsmith.data.features.index import DTYPES
-from draftsmith.decoder.cache import KVCache, run_draft
+from draftsmith.decoder.captured import Passes
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.loop import Stopwatch
 from draftsmith.decoder.sampling import Noise, NoiseTable
@@ -135,8 +135,8 @@ class _Bench:
         target, slots = self.target, self.context + tokens
         room = available_memory(target.device) / 4 / (slots * self.shape.kv_bytes)
         texts = max(1, min(texts, int(room)))
-        cache = KVCache.for_target(target, texts, slots)
-        cache.append(self.context)
+        passes = Passes.of(target, texts, slots)
+        passes.cache.append(self.context)
         ids_BN = torch.arange(texts * tokens, device=target.device).view(texts, tokens) % self.shape.vocab
         draft, keys_B = Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), ids_BN[:, 0]
         sampling = replace(self.recipe.answers.sampling, repetition_penalty=1.0)  # there are no texts to look back at
@@ -144,8 +144,8 @@ class _Bench:
         table = NoiseTable(keys_B.tolist(), [self.context] * texts, target.device)
 
         def job() -> None:
-            logits_BNV = target.head.logits(run_draft(target, cache, draft, longest=self.context).last)
-            verify(draft, logits_BNV, sampling, Noise(keys_B, cache.lengths_B, table, self.context))
+            logits_BNV = passes(draft, self.context).logits_BNV
+            verify(draft, logits_BNV, sampling, Noise(keys_B, passes.cache.lengths_B, table, self.context))
 
         return texts * tokens * self.shape.step_flops(self.context) / _time(job, target.device)
 

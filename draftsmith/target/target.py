@@ -22,7 +22,7 @@ from draftsmith.target.folder import eos_ids_of, fingerprint_directory
 from draftsmith.target.identity import TargetIdentity, identify_directory
 from draftsmith.target.kernels import fuse_norms, linear, pack_linears, without_autocast
 from draftsmith.target.layers import find_decoder, find_layers, gathered
-from draftsmith.target.plain_pass import PlainPass
+from draftsmith.target.plain_pass import Attend, PlainPass, join_projections
 from draftsmith.target.pretrained import check_target, open_model
 
 AttentionMask = Tensor | dict[str, Tensor]
@@ -145,10 +145,13 @@ class Target:
         self.head = TargetHead(weight, None if bias is None else gathered(bias))
         self.vocab_size: int = self.head.vocab_size
         self._layers = find_layers(self.decoder, self.num_layers, self.model_type)
+        self.kept_passes: Any = None  # what decoding leaves for its next batch
         if self.device.type == "cuda":
             # For the whole process: cuDNN's attention is planned anew for every length of the keys, which takes several times
             # as long as a pass, and its bits in bf16 differ from call to call (docs/results/gpu).
             torch.backends.cuda.enable_cudnn_sdp(False)
+            if PlainPass.of(self.decoder, self._layers):
+                join_projections(self._layers)
 
     @property
     def model_type(self) -> str:
@@ -211,7 +214,8 @@ class Target:
         return known.completed(identify_directory(self.directory))
 
     @cached_property
-    def _plain_pass(self) -> PlainPass | None:
+    def plain_pass(self) -> PlainPass | None:
+        """The decoder's pass without transformers' work around every layer; None where its layers are others."""
         return PlainPass.of(self.decoder, self._layers)
 
     def default_layer_ids(self) -> tuple[int, ...]:
@@ -250,10 +254,10 @@ class Target:
         Returns:
             aux [B, n, A*Ht] and last [B, n, Ht].
         """
-        if attention_mask is not None and past_key_values is not None and position_ids is not None and self._plain_pass:
-            streams, last = self._plain_pass(input_ids, layer_ids, attention_mask, position_ids, past_key_values)
-            return _output(streams, layer_ids, last)
-        streams = {}
+        if attention_mask is not None and past_key_values is not None and position_ids is not None and self.plain_pass:
+            attend = self.plain_pass.masked(attention_mask, past_key_values)
+            return self.attend_by(attend, input_ids, layer_ids, position_ids)
+        streams: dict[int, Tensor] = {}
         # Only the layers that are read have a hook, and only now: each costs as much as a small product.
         with ExitStack() as hooks:
             for k in set(layer_ids):
@@ -265,10 +269,16 @@ class Target:
                 past_key_values=past_key_values,
                 use_cache=past_key_values is not None,
             )
-        return _output(streams, layer_ids, output.last_hidden_state)
+        return _output(streams, output.last_hidden_state, layer_ids)
+
+    @torch.no_grad()
+    def attend_by(self, attend: Attend, ids: Tensor, layer_ids: tuple[int, ...], positions: Tensor) -> TargetOutput:
+        """Return what `forward` does, of a pass whose attention is `attend`; for a target that has a `plain_pass`."""
+        assert self.plain_pass is not None
+        return _output(*self.plain_pass(ids, layer_ids, positions, attend), layer_ids)
 
 
-def _output(streams: dict[int, Tensor], layer_ids: tuple[int, ...], last: Tensor) -> TargetOutput:
+def _output(streams: dict[int, Tensor], last: Tensor, layer_ids: tuple[int, ...]) -> TargetOutput:
     if not layer_ids:
         return TargetOutput(aux=last.new_empty((*last.shape[:-1], 0)), last=last)
     # From the GPU of each layer.

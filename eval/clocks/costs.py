@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from draftsmith.decoder.answers import Request
-from draftsmith.decoder.cache import KVCache, entry_bytes, layer_shapes, run_draft
+from draftsmith.decoder.cache import KVCache, entry_bytes, layer_shapes
+from draftsmith.decoder.captured import Passes
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts, TargetAlone
 from draftsmith.decoder.loop import Loop, Stopwatch
+from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.sampling import NoiseTable, Sampling
 from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable
 from draftsmith.eval.drafters.system import SystemUnderTest
@@ -241,16 +243,15 @@ def _verify_jobs(
     target: Target, context_ids: Sequence[int], rows: int, sizes: Sequence[int]
 ) -> dict[tuple[str, str], Job]:
     """Return a job for a target pass of each size. They share a cache, as nothing is committed."""
-    cache = KVCache.for_target(target, rows, len(context_ids) + max(sizes))
-    _prefill(target, cache, context_ids, rows, ())
+    passes = Passes.of(target, rows, len(context_ids) + max(sizes))
+    _prefill(target, passes.cache, context_ids, rows, ())
 
     def pass_over(nodes: int) -> Job:
         ids_BN = torch.tensor([(list(context_ids) * nodes)[:nodes]] * rows, device=target.device)
 
         def job() -> object:
             # All of what a round does between the draft and the verdict.
-            output = run_draft(target, cache, Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), longest=len(context_ids))
-            return target.head.logits(output.last)
+            return passes(Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), len(context_ids)).logits_BNV
 
         return job
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoder import cache as cache_module
-from draftsmith.decoder.cache import KVCache, LayerShape, TensorShape, build_mask, run_draft
+from draftsmith.decoder.cache import KVCache, LayerShape, TensorShape, build_mask
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.loop import Loop
+from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.trees import DynamicTree
 from draftsmith.heads.eagle.drafter import EagleDrafter
 from tests.decoder.test_decode import GREEDY, make_requests, make_target, trained

@@ -9,10 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.decoder import loop
 from draftsmith.decoder.answers import Request
-from draftsmith.decoder.cache import KVCache, run_draft
+from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.decode import decode, decode_batch
 from draftsmith.decoder.draft import Draft, Drafter, TargetAlone
 from draftsmith.decoder.loop import Loop
+from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError

@@ -13,21 +13,60 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import enable_reentrant_dispatch
 
+from tests.pretended_gpu.tensor import SWITCHED_ON
+
 HALF = (torch.bfloat16, torch.float16)
 _library = torch.library.Library("pretended", "DEF")
 _library.define("forward(str name, Tensor?[] tensors, Scalar?[] options) -> Tensor")
 _library.define("backward(str name, Tensor grad, Tensor?[] tensors, Scalar?[] options) -> Tensor[]")
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, ...]:
-    """aten::_flash_attention_forward over packed documents: q [T, H, D], k and v [T, G, D] -> out, lse [H, T] fp32."""
-    _check_flash((q, k, v), starts, *rest)
+_RANDOM_STATE = (torch.zeros(2, dtype=torch.uint64), torch.zeros(()), torch.zeros(()))
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tensor, *rest: Any, seqused_k: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """aten::_flash_attention_forward over packed documents: q [T, H, D], k and v [T, G, D] -> out, lse [H, T] fp32. With seqused_k [n]
+    the keys are those of n caches, of which so many are used; then k and v have more tokens than q."""
+    if SWITCHED_ON[-1].capture:  # lengths are not there yet, and nothing is computed
+        return torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0]), *_RANDOM_STATE
+    if seqused_k is None:
+        _check_flash((q, k, v), starts, starts_k, *rest)
+        keys = list(_spans(starts))
+    else:
+        keys = _used_keys((q, k, v), starts, starts_k, seqused_k, *rest)
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[1], q.shape[0])
-    for a, b in _spans(starts):
-        scores, _, values = _scores(q[a:b], k[a:b], v[a:b], **options)
+    for (a, b), (c, d) in zip(_spans(starts), keys, strict=True):
+        scores, _, values = _scores(q[a:b], k[c:d], v[c:d], **options)
         lse[:, a:b] = scores.logsumexp(-1)
         out[a:b] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype)
-    return out, lse, torch.zeros(2, dtype=torch.uint64), torch.zeros(()), torch.zeros(())
+    return out, lse, *_RANDOM_STATE
+
+
+def _used_keys(
+    tensors: tuple[Tensor, ...], starts: Tensor, starts_k: Tensor, used: Tensor, longest: int, longest_k: int, dropout: float,
+    causal: bool, debug: bool,
+) -> list[tuple[int, int]]:  # fmt: skip
+    """Return where each cache's used keys lie, once the call is what the kernel asks for."""
+    q, k, v = tensors
+    _check_shapes(tensors)
+    assert k.shape == v.shape
+    for x in (starts, starts_k, used):
+        assert x.dtype == torch.int32
+        assert x.is_contiguous()
+    assert len(starts) == len(starts_k) == len(used) + 1
+    assert starts[0] == starts_k[0] == 0
+    assert starts[-1] == len(q)
+    assert starts_k[-1] == len(k)
+    assert longest == int(starts.diff().max())
+    assert bool((used <= starts_k.diff()).all()), "more keys are used than there are slots"
+    assert longest_k == int(starts_k.diff().max())
+    assert causal
+    assert not dropout
+    assert not debug
+    return [(c, c + count) for (c, _), count in zip(_spans(starts_k), used.tolist(), strict=True)]
 
 
 def flash_backward(
@@ -57,13 +96,8 @@ def _check_flash(
     tensors: tuple[Tensor, ...], starts: Tensor, starts_k: Tensor, longest: int, longest_k: int, dropout: float,
     causal: bool, debug: bool = False,
 ) -> None:  # fmt: skip
-    q, k, *_ = tensors
-    assert q.dtype in HALF, q.dtype
-    assert {x.dtype for x in tensors} == {q.dtype}, "all in one dtype"
-    assert all(x.dim() == 3 and x.stride(-1) == 1 for x in tensors), "[tokens, heads, D], the last dimension dense"
-    assert q.shape[-1] % 8 == 0, q.shape
-    assert q.shape[-1] <= 256, q.shape
-    assert q.shape[1] % k.shape[1] == 0, "query heads are a multiple of the key heads"
+    q, *_ = tensors
+    _check_shapes(tensors)
     for x in (starts, starts_k):
         assert x.dtype == torch.int32, "starts of documents are int32"
         assert x.is_contiguous()
@@ -76,6 +110,16 @@ def _check_flash(
     assert not debug
 
 
+def _check_shapes(tensors: tuple[Tensor, ...]) -> None:
+    q, k, *_ = tensors
+    assert q.dtype in HALF, q.dtype
+    assert {x.dtype for x in tensors} == {q.dtype}, "all in one dtype"
+    assert all(x.dim() == 3 and x.stride(-1) == 1 for x in tensors), "[tokens, heads, D], the last dimension dense"
+    assert q.shape[-1] % 8 == 0, q.shape
+    assert q.shape[-1] <= 256, q.shape
+    assert q.shape[1] % k.shape[1] == 0, "query heads are a multiple of the key heads"
+
+
 def _spans(starts: Tensor) -> Iterator[tuple[int, int]]:
     places = starts.tolist()
     return pairwise(places)
@@ -85,12 +129,13 @@ def _scores(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the causal scores [H, n, n] of a document, and keys and values [n, H, D], all in fp32."""
+    """Return the causal scores [H, n, m] of a document whose last n of m tokens ask, and keys and values [m, H, D], all in fp32."""
     assert window_size_right in (None, 0)
     keys, values = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    seen = torch.ones(len(q), len(q), dtype=torch.bool).tril()
+    before = len(k) - len(q)
+    seen = torch.ones(len(q), len(k), dtype=torch.bool).tril(before)
     if window_size_left is not None and window_size_left >= 0:
-        seen &= torch.ones_like(seen).triu(-window_size_left)
+        seen &= torch.ones_like(seen).triu(before - window_size_left)
     scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
     return scores.masked_fill(~seen, -torch.inf), keys, values
 

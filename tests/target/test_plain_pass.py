@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from draftsmith.decoder.cache import KVCache, run_draft
+from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.draft import Draft
+from draftsmith.decoder.passes import run_draft
 from draftsmith.target.plain_pass import PlainPass
 from draftsmith.target.target import Target, TargetOutput
 from tests.models import make_target
@@ -46,13 +47,13 @@ def two_passes(target: Target) -> list[TargetOutput]:
 def test_it_equals_transformers(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     name, options = KINDS[kind]
     target = make_target(name, dtype, **options)
-    assert target._plain_pass is not None
+    assert target.plain_pass is not None
     calls = []
     run = PlainPass.__call__
     monkeypatch.setattr(PlainPass, "__call__", lambda *args: calls.append(1) or run(*args))
     found = two_passes(target)
     assert len(calls) == 2, "prompts are read by transformers"
-    target._plain_pass = None
+    target.plain_pass = None
     for ours, theirs in zip(found, two_passes(target), strict=True):
         assert torch.equal(ours.last, theirs.last)
         assert torch.equal(ours.aux, theirs.aux)
@@ -78,9 +79,9 @@ def replaced_forward(target: Target) -> None:
 def test_a_model_that_others_changed_is_left_to_transformers(change: Callable[[Target], None]) -> None:
     target = make_target()
     change(target)
-    assert target._plain_pass is None
+    assert target.plain_pass is None
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "mixtral", "granite", "gpt_oss"])
 def test_another_architecture_is_left_to_transformers(kind: str) -> None:
-    assert make_target(kind)._plain_pass is None
+    assert make_target(kind).plain_pass is None

@@ -10,9 +10,10 @@ D hidden, W ids of the distribution, V target vocab.
 import torch
 from torch import Tensor
 
-from draftsmith.decoder.cache import KVCache, run_draft
+from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.draft import DecodeState, Draft, Prompts, numbers
 from draftsmith.decoder.growth import chain_token_by_token
+from draftsmith.decoder.passes import run_draft
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
 

@@ -1,0 +1,141 @@
+"""The target's passes over the drafts of a batch: on a GPU CUDA graphs, which start a pass's kernels at once.
+
+A pass is captured once its shape has been seen a few times: so many nodes in so many rows and, under a mask, so many slots. It reads
+the draft and the lengths from memory of its own, and cached keys where they lie, so buffers stay from batch to batch.
+
+Shapes: B rows, b some of these rows, N nodes, V target vocab.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.decoder.cache import KVCache
+from draftsmith.decoder.draft import Draft
+from draftsmith.decoder.passes import run_draft
+from draftsmith.decoder.slots import BUCKET, Slots, Tree, is_chain, visible_slots
+from draftsmith.progress import say
+from draftsmith.target.pretrained import is_close
+from draftsmith.target.target import Target, TargetOutput
+
+EAGER = 2
+"""Passes of a shape that run kernel by kernel before it is captured, which takes longer than a few of them: the last drafts of an answer
+are shorter than all others."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the target says of a draft: its states at all nodes, and logits_BNV. Those of a graph stay until its next pass."""
+
+    output: TargetOutput
+    logits_BNV: Tensor
+
+
+class Passes:
+    """Passes of a target over drafts of the sequences in `cache`. Make them by `of`; `release` lets the next batch have their graphs."""
+
+    def __init__(self, target: Target, rows: int, capacity: int) -> None:
+        self._target = target
+        self.captures = target.device.type == "cuda" and target.plain_pass is not None
+        # With room to spare where it costs little, so that it suffices for the next batch.
+        step = 1 if not self.captures else 2048 if rows <= 8 else BUCKET
+        self.rows, self.capacity = rows, -(-capacity // step) * step
+        self.cache = KVCache.for_target(target, rows, self.capacity)
+        self._graphs: dict[tuple[Any, ...], _Graph] = {}
+        self._seen = Counter[tuple[Any, ...]]()
+        self._pool = torch.cuda.graph_pool_handle() if self.captures else None
+
+    @classmethod
+    def of(cls, target: Target, rows: int, capacity: int) -> "Passes":
+        """Return passes over `rows` sequences of at most `capacity` tokens, drafts included: on a GPU the ones that were released, if
+        they suffice."""
+        kept, target.kept_passes = target.kept_passes, None
+        if isinstance(kept, Passes) and kept.rows == rows and kept.capacity >= capacity:
+            kept.cache.restart()
+            return kept
+        del kept  # before the next buffers are allocated
+        return cls(target, rows, capacity)
+
+    def release(self) -> None:
+        """Leave graphs and buffers to the next batch; these passes end."""
+        if self._graphs:
+            self._target.kept_passes = self
+
+    @torch.no_grad()
+    def __call__(
+        self, draft: Draft, longest: int, layer_ids: tuple[int, ...] = (), rows_b: Tensor | None = None
+    ) -> Pass:
+        """Run the target over the nodes of a draft, as `run_draft` does, and return its logits too."""
+        nodes = draft.tokens_BN.shape[1]
+        visible = (
+            0 if not self.captures or is_chain(self._target, draft) else visible_slots(self.cache, longest + nodes)
+        )
+        key = (len(self.cache.lengths_B), nodes, visible, draft.linear, layer_ids)
+        self._seen[key] += 1
+        if not self.captures or longest == 0 or rows_b is not None or self._seen[key] <= EAGER:
+            output = run_draft(self._target, self.cache, draft, layer_ids, rows_b, longest=longest)
+            return Pass(output, self._target.head.logits(output.last))
+        self.cache.stage(nodes, longest)
+        if key not in self._graphs:
+            if key[0] not in {rows for rows, *_ in self._graphs}:
+                self._graphs.clear()  # of rows that have left
+            try:
+                self._graphs[key] = _Graph(self._target, self.cache, draft, visible, layer_ids, self._pool)
+            except RuntimeError as error:
+                self.captures = False
+                say(
+                    f"warning: the target's passes cannot be captured as CUDA graphs ({str(error).splitlines()[0]}): their kernels "
+                    "are started one by one, which is slower."
+                )
+                return self(draft, longest, layer_ids)
+        return self._graphs[key].run(draft, self.cache.lengths_B)
+
+
+class _Graph:
+    """A captured pass over drafts like `draft`, over the first `visible` slots of the cache; 0 for chains that need no mask."""
+
+    def __init__(
+        self, target: Target, cache: KVCache, draft: Draft, visible: int, layer_ids: tuple[int, ...], pool: Any
+    ) -> None:
+        # Memory of its own, which a graph reads whatever becomes of the draft's.
+        self._tokens_BN, self._lengths_B = draft.tokens_BN.clone(), cache.lengths_B.clone()
+        self._depth_BN, self._tree = draft.depth_BN.clone(), None
+        if visible:
+            self._tree = Tree(draft.ancestors_BNN.clone(), self._depth_BN)
+        self._static = draft.tree
+        self._target, self._cache, self._visible, self._layer_ids = target, cache, visible, layer_ids
+        now, aside = torch.cuda.current_stream(target.device), torch.cuda.Stream(target.device)
+        aside.wait_stream(now)
+        with torch.cuda.stream(aside):
+            oracle = self._body()  # also lets libraries allocate what they keep
+        now.wait_stream(aside)
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads may go on meanwhile.
+        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            self._made = self._body()
+        self._graph.replay()
+        expected = oracle.logits_BNV.to(target.dtype)
+        if bool(expected.isfinite().all()) and not is_close(self._made.logits_BNV, expected):
+            raise RuntimeError("a graph's logits are not those of its kernels one by one")
+
+    def _body(self) -> Pass:
+        nodes = self._tokens_BN.shape[1]
+        slots = Slots(self._cache, self._target.config, self._lengths_B, nodes, self._visible, self._tree)
+        positions_BN = self._lengths_B[:, None] + self._depth_BN
+        output = self._target.attend_by(slots.attend, self._tokens_BN, self._layer_ids, positions_BN)
+        return Pass(output, self._target.head.logits(output.last))
+
+    def run(self, draft: Draft, lengths_B: Tensor) -> Pass:
+        """Run the pass over a draft of this shape behind `lengths_B` cached tokens."""
+        self._tokens_BN.copy_(draft.tokens_BN)
+        self._lengths_B.copy_(lengths_B)
+        if not draft.linear and (draft.tree is None or draft.tree is not self._static):
+            self._static = draft.tree
+            self._depth_BN.copy_(draft.depth_BN)
+            if self._tree is not None:
+                self._tree.ancestors_BNN.copy_(draft.ancestors_BNN)
+        self._graph.replay()
+        return self._made

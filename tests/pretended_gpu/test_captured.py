@@ -1,0 +1,212 @@
+"""The target's passes as CUDA graphs: every length has the same operations on the same memory, no masks or copies of keys for chains;
+a pass that cannot be captured runs kernel by kernel."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.decoder import captured, slots
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.cache import KVCache
+from draftsmith.decoder.captured import Passes, _Graph
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import Draft, TargetAlone
+from draftsmith.decoder.passes import run_draft
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.target.target import Target, TargetOutput
+from tests.gpu.support import make_target
+from tests.pretended_gpu.cuda import pretended_gpu
+from tests.pretended_gpu.graphs import Graph
+
+PARENTS = {"one token": [-1], "a chain": [-1, 0, 1, 2], "a tree": [-1, 0, 0, 1, 3]}
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(captured, "EAGER", 0)
+    with pretended_gpu() as device:
+        yield device
+
+
+def bf16_target(**options: Any) -> Target:
+    return make_target(dtype=torch.bfloat16, num_hidden_layers=4, **options)
+
+
+def draft_of(shape: str, rows: int) -> Draft:
+    parents = PARENTS[shape]
+    tokens = torch.randint(
+        3, 150, (rows, len(parents)), generator=torch.Generator().manual_seed(1), device="cpu"
+    ).cuda()
+    if shape != "a tree":
+        return Draft.chain(tokens[:, 0], tokens[:, 1:])
+    return Draft(tokens, torch.tensor([parents] * rows).cuda(), torch.full((rows,), len(parents)).cuda(), linear=False)
+
+
+def filled(cache: KVCache, lengths: list[int]) -> None:
+    """Let rows hold random keys and values, as if so many tokens had been read."""
+    cache.restart()
+    for buffer in cache.buffers.values():
+        buffer.copy_(torch.randn(buffer.shape, generator=torch.Generator().manual_seed(2), device="cpu"))
+    cache.append(torch.tensor(lengths).cuda())
+
+
+def by_transformers(target: Target, cache: KVCache, draft: Draft, longest: int) -> TargetOutput:
+    plain, target.plain_pass = target.plain_pass, None
+    try:
+        return run_draft(target, cache, draft, (1, 3), longest=longest)
+    finally:
+        target.plain_pass = plain
+
+
+def far_from(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours.float() - theirs.float()).norm() / theirs.float().norm())
+
+
+CASES: list[tuple[str, int, int | None, torch.dtype]] = [
+    ("one token", 1, None, torch.bfloat16),
+    ("a chain", 2, None, torch.bfloat16),
+    ("a chain", 2, 6, torch.bfloat16),
+    ("a tree", 2, None, torch.bfloat16),
+    ("a chain", 1, 6, torch.float32),  # under a mask
+    ("a tree", 2, 6, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("shape", "rows", "window", "dtype"), CASES)
+def test_passes_say_what_transformers_does(
+    gpu: Any, shape: str, rows: int, window: int | None, dtype: torch.dtype
+) -> None:
+    target = make_target(dtype=dtype, num_hidden_layers=4)
+    target.config.sliding_window = window
+    passes, draft = Passes.of(target, rows, 40), draft_of(shape, rows)
+    close = 1e-5 if dtype == torch.float32 else 0.05
+    for length in (20, 31):
+        filled(passes.cache, [length, 9][:rows])
+        theirs = by_transformers(target, passes.cache, draft, length)
+        alone = run_draft(target, passes.cache, draft, (1, 3), longest=length)
+        made = passes(draft, length, (1, 3))
+        assert far_from(made.output.last, theirs.last) < close
+        assert far_from(made.output.aux, theirs.aux) < close
+        for ours, same in ((made.output.last, alone.last), (made.output.aux, alone.aux)):
+            assert torch.equal(ours.cpu(), same.cpu()), "a graph computes what its kernels compute one by one"
+    assert len(passes._graphs) == 1
+
+
+@pytest.mark.parametrize("shape", PARENTS)
+def test_every_length_has_the_same_operations_on_the_same_memory(gpu: Any, shape: str) -> None:
+    target = bf16_target()
+    passes, draft = Passes.of(target, 1, 400), draft_of(shape, 1)
+    # Under a mask only lengths up to the same multiple of 256 are alike.
+    lengths, tree = (20, 37, 300), shape == "a tree"
+    graph = _Graph(target, passes.cache, draft, 512 if tree else 0, (1,), None)
+    found = []
+    for length in lengths:
+        filled(passes.cache, [length])
+        graph._lengths_B.copy_(passes.cache.lengths_B)
+        with gpu.record() as recording:
+            graph._body()
+        found.append(recording.operations)
+    assert found[0] == found[1] == found[2]
+    if not tree:
+        assert "torch.bool" not in str(found[0]), "no mask"
+        keys = 4 * 4 * 16  # of all query heads, in as many slots as are used: what transformers would copy
+        assert not [
+            one for one in found[0] if one[0] in ("clone", "repeat_interleave", "expand") and str(keys) in str(one)
+        ]
+
+
+def test_a_layer_takes_few_kernels(gpu: Any) -> None:
+    found = {}
+    for layers in (2, 6):
+        target = make_target(dtype=torch.bfloat16, num_hidden_layers=layers)
+        cache = KVCache.for_target(target, 1, 64)
+        for shape in PARENTS:
+            draft = draft_of(shape, 1)
+            filled(cache, [20])
+            run_draft(target, cache, draft, longest=20)
+            gpu.counts.clear()
+            run_draft(target, cache, draft, longest=20)
+            found[shape, layers] = sum(gpu.counts.kernels.values())
+            assert not gpu.counts.waits
+    per_layer = {shape: (found[shape, 6] - found[shape, 2]) / 4 for shape in PARENTS}
+    assert per_layer == {"one token": 14, "a chain": 14, "a tree": 16}
+
+
+def requests(rows: int, tokens: int = 12) -> list[Request]:
+    return [Request(str(i), "", tuple(range(5 + i, 25)), tokens, ignore_eos=True) for i in range(rows)]
+
+
+def texts_of(target: Target, asked: list[Request]) -> list[list[int]]:
+    return [answer.output_ids for answer in decode_batch(target, TargetAlone(), asked, Sampling()).generations]
+
+
+def test_graphs_and_buffers_stay_from_batch_to_batch(gpu: Any) -> None:
+    target = bf16_target()
+    first = texts_of(target, requests(2))
+    kept = target.kept_passes
+    graphs = list(kept._graphs.values())
+    assert texts_of(target, requests(2)) == first
+    assert target.kept_passes is kept
+    assert list(kept._graphs.values()) == graphs, "none was captured again"
+    # A batch of other rows has its own.
+    assert texts_of(target, requests(1)) == first[:1]
+    assert target.kept_passes is not kept
+
+
+def test_a_shape_that_is_rare_is_not_captured(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "EAGER", 2)
+    passes, found = Passes.of(bf16_target(), 1, 40), []
+    for shape in ("a chain", "one token", "a chain", "a chain", "a chain"):
+        filled(passes.cache, [20])
+        gpu.counts.clear()
+        passes(draft_of(shape, 1), 20)
+        found.append(any(name == "graph" for _, name, _ in gpu.counts.kernels))
+    assert found == [False, False, False, True, True]
+
+
+def test_rows_that_leave_have_graphs_of_their_own(gpu: Any) -> None:
+    target = bf16_target()
+    asked = [Request(str(i), "", tuple(range(5, 25)), 4 + 12 * (i == 3), ignore_eos=True) for i in range(4)]
+    together = texts_of(target, asked)
+    assert {key[0] for key in target.kept_passes._graphs} == {1}
+    assert together[3][:4] == together[0]
+
+
+def test_a_pass_that_cannot_be_captured_runs_kernel_by_kernel(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    target = bf16_target()
+    expected = texts_of(target, requests(1))
+
+    def fails(self: Graph, stream: Any = None) -> Any:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(Graph, "capturing", fails)
+    target.kept_passes = None
+    assert texts_of(target, requests(1)) == expected
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("cannot be captured as CUDA graphs (CUDA error: operation not permitted") == 1
+
+
+def test_a_kernel_that_reads_no_lengths_is_not_relied_on(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slots.reads_lengths.cache_clear()
+    flash = slots._flash
+
+    def forgets(*arguments: Any, seqused_k: Tensor, **options: Any) -> Any:
+        return flash(*arguments, seqused_k=torch.full_like(seqused_k, 12), **options)
+
+    forgets.default = flash.default  # type: ignore[attr-defined]
+    monkeypatch.setattr(slots, "_flash", forgets)
+    target = bf16_target()
+    passes = Passes.of(target, 1, 40)
+    filled(passes.cache, [20])
+    theirs = by_transformers(target, passes.cache, draft_of("a chain", 1), 20)
+    assert far_from(passes(draft_of("a chain", 1), 20, (1, 3)).output.last, theirs.last) < 0.05
+    slots.reads_lengths.cache_clear()
+    said = capfd.readouterr()
+    assert "does not read the lengths of cached keys here (its numbers are others)" in said.out + said.err

@@ -134,13 +134,17 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 class RMSNorm(LlamaRMSNorm):
-    """Llama's RMSNorm, which without gradients runs as one operation."""
+    """Llama's RMSNorm, which runs as one operation: without gradients, and on a GPU with them."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
-        if torch.is_grad_enabled() or x.dtype != self.weight.dtype:
+        weight, eps = self.weight, self.variance_epsilon
+        if torch.is_grad_enabled() and x.device.type == "cuda":
+            dtype = torch.promote_types(x.dtype, weight.dtype)  # the kernel takes one
+            return F.rms_norm(x.to(dtype), weight.shape, weight.to(dtype), eps)
+        if torch.is_grad_enabled() or x.dtype != weight.dtype:
             return super().forward(x)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+        return F.rms_norm(x, weight.shape, weight, eps)
 
 
 @torch.no_grad()

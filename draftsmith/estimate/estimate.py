@@ -93,7 +93,7 @@ def describe(estimate: Estimate) -> list[str]:
         f"training: {estimate.steps} steps, {estimate.train_flops:.2g} FLOP of the head, {readable_time(estimate.train_seconds)} on {gpus}, "
         f"{_size(estimate.train_file_bytes)} on disk",
         f"memory {'' if device.name == 'cpu' else 'per GPU '}while training: {_size(estimate.train_bytes)} of {_size(device.memory)} "
-        f"(target {_size(target.weight_bytes)}; {trained} trained parameters with {spec.optimizer} {_size(estimate.head_bytes)}; "
+        f"(target {_size(estimate.train_target_bytes)}; {trained} trained parameters with {spec.optimizer} {_size(estimate.head_bytes)}; "
         f"activations and logits {_size(estimate.pass_bytes)})",
         _evaluation(estimate, one),
         *_summary(estimate),

@@ -17,6 +17,7 @@ from draftsmith.data.features.index import DTYPES
 from draftsmith.data.features.store import estimate_bytes
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost, TextCost
+from draftsmith.heads.registry import find_method
 from draftsmith.machine import Clocks, available_memory
 from draftsmith.recipe.schema import Recipe
 from draftsmith.target.shape import TargetShape
@@ -169,7 +170,8 @@ class Estimate:
     def answer_bytes(self) -> float:
         """Memory of answering: the weights, and keys and values for the longest row of a batch in every row."""
         longest = 0 if self.recipe.answers.servers else min(self.recipe.data.max_length, self.target.context)
-        return self.target.weight_bytes + self.recipe.answers.batch * longest * self.target.kv_bytes
+        cached = self.recipe.answers.batch * longest * self.target.kv_bytes
+        return (self.target.weight_bytes + cached) / self.recipe.target.gpus
 
     @property
     def answer_file_bytes(self) -> int:
@@ -198,7 +200,7 @@ class Estimate:
     def feature_bytes(self) -> float:
         """Memory of extraction: the weights, and the states of a chunk of passes."""
         states = CHUNK_BATCHES * self.recipe.features.batch_tokens * self.store_bytes / self.tokens
-        return self.target.weight_bytes + states
+        return self.target.weight_bytes / self.recipe.target.gpus + states
 
     @property
     def text(self) -> TextCost:
@@ -270,8 +272,17 @@ class Estimate:
 
     @property
     def train_bytes(self) -> float:
-        """Memory per GPU: the target, which stays loaded, the head with its optimizer, and one training pass."""
-        return self.target.weight_bytes + self.head_bytes + self.pass_bytes
+        """Memory per GPU: what is loaded of the target, the head with its optimizer, and one training pass."""
+        return self.train_target_bytes + self.head_bytes + self.pass_bytes
+
+    @property
+    def train_target_bytes(self) -> float:
+        """Memory of the target on the first GPU of a process that trains. Those that are started for a finished store have its embeddings
+        and output projection alone."""
+        needed = find_method(self.recipe.method).needs_layers(self.recipe.head)
+        if self.recipe.features.source == "store" and self.given.gpus > 1 and not needed:
+            return self.target.end_bytes
+        return self.target.weight_bytes / self.recipe.target.gpus
 
     @property
     def head_bytes(self) -> float:
@@ -291,7 +302,7 @@ class Estimate:
         float32 are loaded too."""
         exact = self.recipe.evaluate.lossless and 0 in self.recipe.evaluate.temperatures
         parameters, size = self.target.parameters + self.head.tuned_parameters, self.target.itemsize
-        return float(parameters * (size + 4 if exact and size < 4 else size))
+        return float(parameters * (size + 4 if exact and size < 4 else size)) / self.recipe.target.gpus
 
     def seconds(self, flops: float) -> float:
         """Return the time that so many FLOPs of the target take on one GPU, in passes over whole texts."""

@@ -50,6 +50,11 @@ class TargetShape:
         return float(self.parameters * self.itemsize)
 
     @property
+    def end_bytes(self) -> float:
+        """Memory of input embeddings and output projection."""
+        return float((self.lookup + self.vocab * self.hidden) * self.itemsize)
+
+    @property
     def active(self) -> float:
         """Parameters that one token is multiplied with: all but the lookup and the experts that it does not visit."""
         return self.parameters - self.lookup - self.experts * (1 - self.expert_share)

@@ -130,12 +130,14 @@ def test_a_recipe_fits_its_devices(name: str) -> None:
 def test_why_medusa_uses_the_targets_projection(name: str) -> None:
     made = plan(name)
     own = replace(made.recipe, head=replace(made.recipe.head, original_lm_head=False))
-    assert (
-        make_estimate(own, made.target, made.samples, made.given).train_bytes > 0.9 * made.given.device.memory
-    )  # "less than a tenth"
+    needed = make_estimate(own, made.target, made.samples, made.given).train_bytes
     extra, shared = 5 * made.target.vocab * made.target.hidden, made.head.matrices
     text = " ".join(line.lstrip("# ") for line in (RECIPES / f"{name}.yaml").read_text().splitlines())
     assert f"would be {extra / 1e9:.1f}B parameters" in text
+    if name.startswith("medusa2"):  # "fill a GPU"
+        assert needed > 0.9 * made.given.device.memory
+    else:
+        assert f"parameters, whose training takes {needed / 1e9:.0f} GB of each GPU" in text
     assert f"are {extra / shared:.0f} times what the residual blocks hold" in text
 
 

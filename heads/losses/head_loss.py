@@ -208,7 +208,7 @@ def head_loss(
         step_correct=figures[1].long(),
         step_acceptance=figures[2].float(),
         tuned=tuned,
-        weights=figures[4].sum().float() if spec.divided_later else None,
+        weights=figures[4].sum().float().detach() if spec.divided_later else None,
         selector=figures[-2:].long() if chosen else None,
     )
 

@@ -86,6 +86,7 @@ def test_a_loss_weighs_the_slots_of_each_block(vocab: Tensor | None, kind: str, 
         scored = head_loss(output, batch, target.head, vocab, spec, piece_size=size)
         assert scored.loss_sum.item() == pytest.approx(total, rel=1e-5)
         assert float(scored.weights) == pytest.approx(weights, rel=1e-5)
+        assert not scored.weights.requires_grad
     rows = replace(spec, normalize="rows")
     assert head_loss(output, batch, target.head, vocab, rows).weights is None
 

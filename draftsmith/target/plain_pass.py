@@ -58,11 +58,9 @@ class PlainPass:
             # Such as `device_map` and tensor parallelism put in.
             if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
                 return None
-            if isinstance(module, nn.Linear) and type(module) not in (nn.Linear, PackedLinear):
-                return None
             if hasattr(getattr(module, "weight", None), "placements"):
                 return None
-        return cls(decoder, layers) if all(type(layer) is layer_type for layer in layers) else None
+        return cls(decoder, layers) if all(type(layer) is layer_type and _is_plain(layer) for layer in layers) else None
 
     def __call__(
         self, input_ids: Tensor, layer_ids: Sequence[int], position_ids: Tensor, attend: Attend
@@ -92,6 +90,22 @@ class PlainPass:
             return attended.reshape(q.shape[0] * q.shape[1], -1)
 
         return attend
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether the parts of a layer are those of its architecture; quantized ones and adapters need not be linear layers at all."""
+    attention, mlp = layer.self_attn, layer.mlp
+    products = (
+        attention.q_proj,
+        attention.k_proj,
+        attention.v_proj,
+        attention.o_proj,
+        mlp.gate_proj,
+        mlp.up_proj,
+        mlp.down_proj,
+    )
+    plain = all(type(part) in (nn.Linear, PackedLinear) for part in products)
+    return plain and type(attention).__module__ == type(mlp).__module__ == type(layer).__module__
 
 
 class _Layer:

@@ -75,7 +75,13 @@ def replaced_forward(target: Target) -> None:
     mlp.forward = mlp.forward
 
 
-@pytest.mark.parametrize("change", [hook, other_linear, replaced_forward])
+def no_linear(target: Target) -> None:
+    """As packages of quantized weights put in, without a weight of its own."""
+    attention = target.model.model.layers[3].self_attn
+    attention.q_proj = torch.nn.Sequential(attention.q_proj)
+
+
+@pytest.mark.parametrize("change", [hook, other_linear, no_linear, replaced_forward])
 def test_a_model_that_others_changed_is_left_to_transformers(change: Callable[[Target], None]) -> None:
     target = make_target()
     change(target)

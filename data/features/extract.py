@@ -56,7 +56,7 @@ def extract(
     layer_ids: aux layers to store, a superset of what any head will need. dtype: of the stored states, "auto" takes
     the target's. batch_tokens: tokens of one forward pass, padding included (a longer sample runs alone).
     The files are the same whether or not the run was interrupted, and for any number of processes, for the same batch_tokens and
-    kind of machine. kept: an earlier store, taken where sample and target are the same. team: the processes that share the work; all but
+    kind of machine, unless a device was short of memory and took a pass in halves. kept: an earlier store, taken where sample and target are the same. team: the processes that share the work; all but
     rank 0 read the samples from the store, and may leave them out.
     Raises UserError for bad layers, too long samples, too little disk space, or a store made from something else.
     """
@@ -142,31 +142,34 @@ class _Passes:
 
     def _compute(self, samples: dict[int, Tokenized], rows: dict[int, Rows]) -> None:
         """Run the target over samples, in halves where its device has not the memory for all of them."""
-        spec, few = self._spec, len(samples) // 2
-        try:
-            states = compute_states(self._target, list(samples.values()), spec.layer_ids, spec.torch_dtype)
-            copies = self._copies.begin(by_tensor(states, spec.layer_ids))
-        except torch.OutOfMemoryError as error:
-            if not few:
-                (sample,) = samples.values()
-                raise UserError(
-                    f"{self._target.device} has not the memory for a pass over the {len(sample.ids)} tokens of {sample.sample_id!r} "
-                    f"({first_line(error)[:200]}): lower data.max_length, or take a device with more."
-                ) from error
-            copies = None
-        if copies is not None:
+        # In a function of its own: what a pass that failed had made is freed before its halves begin.
+        if (copies := self._run_whole(samples)) is not None:
             self._behind.put(partial(_receive, rows, samples, *copies))
             return
-        # Outside the handler, whose error holds what the pass had made.
         say(
-            f"warning: {self._target.device} has not the memory for passes of features.batch_tokens: {spec.batch_tokens}, and takes "
+            f"warning: {self._target.device} has not the memory for passes of features.batch_tokens: {self._spec.batch_tokens}, and takes "
             "some in halves, which is slower; lower it for the next store."
         )
         if self._target.device.type == "cuda":
             torch.cuda.empty_cache()
-        numbered = list(samples.items())
+        numbered, few = list(samples.items()), len(samples) // 2
         for part in (numbered[:few], numbered[few:]):
             self._compute(dict(part), rows)
+
+    def _run_whole(self, samples: dict[int, Tokenized]) -> tuple[Rows, Callable[[], None]] | None:
+        """Return the states of one pass on their way to the CPU; None where the device has not the memory for several samples."""
+        layer_ids, dtype = self._spec.layer_ids, self._spec.torch_dtype
+        try:
+            states = compute_states(self._target, list(samples.values()), layer_ids, dtype)
+            return self._copies.begin(by_tensor(states, layer_ids))
+        except torch.OutOfMemoryError as error:
+            if len(samples) > 1:
+                return None
+            (sample,) = samples.values()
+            raise UserError(
+                f"{self._target.device} has not the memory for a pass over the {len(sample.ids)} tokens of {sample.sample_id!r} "
+                f"({first_line(error)[:200]}): lower data.max_length, or take a device with more."
+            ) from error
 
 
 def by_tensor(states: States, layer_ids: Sequence[int]) -> Rows:

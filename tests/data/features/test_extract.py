@@ -4,6 +4,7 @@ import errno
 import re
 import shutil
 import threading
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -257,6 +258,25 @@ def test_a_device_too_small_for_a_pass_takes_halves(
     room += 1
     extract(target, samples, tmp_path / "small", **SMALL)
     assert all_bytes(tmp_path / "small") == all_bytes(tmp_path / "halved")
+
+
+def test_nothing_of_a_pass_that_ran_out_of_memory_is_kept_while_its_halves_run(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of the aux streams are where a device runs out first."""
+    failed: list[weakref.ref[torch.Tensor]] = []
+
+    def by_tensor(states: States, layer_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        assert not [left for left in failed if left() is not None]
+        if not failed:
+            failed.append(weakref.ref(states.aux))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return by_tensor_(states, layer_ids)
+
+    by_tensor_ = extract_module.by_tensor
+    monkeypatch.setattr(extract_module, "by_tensor", by_tensor)
+    extract(target, make_samples(8), tmp_path / "halved", **SMALL | {"batch_tokens": 320})
+    assert failed
 
 
 def test_passes_wait_for_the_writer_and_not_one_by_one() -> None:

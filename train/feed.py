@@ -1,7 +1,7 @@
 """What feeds the steps: micro-batches that threads read and plan ahead, and copy to the device as a whole.
 
 A micro-batch lies in one buffer of a ring that is kept, pinned where it goes to a GPU; a side stream copies the next one while a step
-computes. States that the target computes online stay on its device. Which thread reads what changes no value and no order.
+computes. States that the target computes online are not copied to the CPU. Which thread reads what changes no value and no order.
 """
 
 from collections import deque
@@ -129,7 +129,8 @@ class Feed:
             while True:
                 for micro, seed in islice(waiting, len(free)):
                     reading.append(readers.submit(self._read, micro, free.popleft(), seed))
-                    self._unsent.append(reading[-1])
+                    if self._side is not None:
+                        self._unsent.append(reading[-1])
                 if not reading:
                     return
                 self._send()
@@ -146,7 +147,7 @@ class Feed:
         batch = fed.batch if self._side is None else self._arrived(fed)
         if self._data.source.computed_on is not None:
             layer_ids = self._head.reads.layer_ids
-            batch = _with_states(batch, self._data.source, layer_ids, self._data.source.computed_on)
+            batch = _with_states(batch, self._data.source, layer_ids, batch.ids.device)
             batch = _fill(batch, self._data.source, fed.samples, layer_ids)
         return batch
 

@@ -280,7 +280,7 @@ class _Run:
             self.pace.extra["muon_lr"] = factor * self.spec.muon_lr
         warmup_weight = self.spec.loss.warmup_weight(progress.step / self.total)
         for micro in window:
-            batch = self.feed.batch(micro)  # one at a time: accumulation is for where memory is short
+            batch = self.feed.batch(micro)
             with accelerator.accumulate(self.model):
                 scored = LossOutput(*self.model(batch, warmup_weight, known))
                 accelerator.backward(scored.loss_sum * (scale * micro.counts))
@@ -292,6 +292,7 @@ class _Run:
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
+            del batch  # the device holds this one and the copy of the one behind it, no third
         assert found is not None, "the last micro-batch of a step"
         seen, learned = progress.tokens + found.tokens, progress.rows + int(rows)
         progress = replace(progress, step=progress.step + 1, tokens=seen, rows=learned)

@@ -83,6 +83,7 @@ class SharedLinear:
         self.parts: tuple[Tensor, ...] = _Weights.apply(self, dtype, *weights)
         self._sums = [None] * len(self.parts)
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        assert len(biases) in (0, len(layers)), "biases of all layers, or of none"
         self._bias = torch.cat(biases).to(dtype) if biases else None
 
     @property

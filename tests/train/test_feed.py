@@ -93,6 +93,7 @@ def test_batches_are_those_that_are_read_one_by_one(workers: int, store: Feature
         assert not reading()
         for ours, theirs in zip(batches(feed, seed), slowly(store, head, seed), strict=True):
             assert_equal(ours, theirs)
+    assert not feed._unsent, "what was read is let go of"
     counted = [
         (fed.counts, fed.rows, fed.tokens) for window in feed.windows((micro, 6) for micro in MICROS) for fed in window
     ]
@@ -207,16 +208,29 @@ def test_states_that_are_computed_online_stay_on_the_device(monkeypatch: pytest.
             for ours, theirs in zip(batches(feed, 6), expected, strict=True):
                 tokens.append(int(sum(len(samples[INDEX[i]].ids) for row in MICROS[len(tokens)].rows for i in row)))
                 assert ours.aux.is_cuda
-                copies = list(gpu.counts.copies)
+                copies, waits = list(gpu.counts.copies), list(gpu.counts.waits)
                 for name in ("ids", "document", "aux", "last", "top1", "logsumexp"):
                     torch.testing.assert_close(getattr(ours, name).cpu(), getattr(theirs, name), rtol=1e-4, atol=1e-4)
-                gpu.counts.copies = copies
+                gpu.counts.copies, gpu.counts.waits = copies, waits
             assert len(forwards) == sum(ceil(count / batch_tokens) for count in tokens)
             assert not [copy for copy in gpu.counts.copies if copy.way.startswith("device to host")]
-            assert (
-                not [wait for wait in gpu.counts.waits if "read" not in wait.place.function and wait.what != "copy"]
-                or True
+            assert [wait.place.function for wait in gpu.counts.waits] == ["Target.forward"] * len(forwards), (
+                "of its mask"
             )
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_online_batches_lie_on_the_device_of_the_training(workers: int) -> None:
+    samples, here = make_texts(), make_target("cpu")
+    near = make_feed(OnlineSource(here, samples, LAYERS), here, 0)
+    expected = [map_tensors(torch.clone, batch) for batch in batches(near, 6)]
+    with pretended_gpu(2):
+        target = make_target("cuda:0")
+        feed = make_feed(OnlineSource(target, samples, LAYERS), make_target("cuda:1"), workers)
+        for ours, theirs in zip(batches(feed, 6), expected, strict=True):
+            assert {x.device for x in tensors(ours)} == {torch.device("cuda:1")}
+            for name in ("aux", "logsumexp"):
+                torch.testing.assert_close(getattr(ours, name).cpu(), getattr(theirs, name), rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_is_read_at_once_from_a_store_and_online(store: FeatureStore) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 
-from draftsmith.data.batch import Tokenized
+from draftsmith.data.batch import Tokenized, TrainBatch
 from draftsmith.data.features.extract import OnlineSource
 from draftsmith.errors import UserError
 from draftsmith.eval.training.history import Point, forecast
@@ -263,6 +265,23 @@ def test_a_step_whose_rows_all_weigh_nothing_changes_nothing(target: Target, tmp
     with pytest.raises(UserError, match="no supervised row"):
         train(recipe, target, head, some, tmp_path)
     assert all(torch.equal(before[name], value) for name, value in head.state_dict().items())
+
+
+def test_a_micro_batch_is_let_go_of_before_the_next_one(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[ref[TrainBatch]] = []
+    real = loop.Feed.batch
+
+    def watched(*given: Any) -> TrainBatch:
+        assert not before or before[-1]() is None
+        batch = real(*given)
+        before.append(ref(batch))
+        return batch
+
+    monkeypatch.setattr(loop.Feed, "batch", watched)
+    train(make_recipe(max_steps=2, accumulation=3), target, make_head(target), make_data(target), tmp_path)
+    assert len(before) == 6
 
 
 def test_acceptance_at_chance_is_warned_of(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

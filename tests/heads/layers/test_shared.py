@@ -39,6 +39,11 @@ def test_products_are_those_of_the_layers(biases: bool, outputs: slice) -> None:
     torch.testing.assert_close(ours, gradients(linears, x))
 
 
+def test_biases_of_some_layers_alone_are_no_product() -> None:
+    with pytest.raises(AssertionError, match="biases of all layers, or of none"):
+        SharedLinear(nn.Linear(6, 8), nn.Linear(6, 4, bias=False))
+
+
 @pytest.mark.parametrize("outputs", [slice(None), slice(8, None)])
 def test_a_table_of_a_part_of_the_input_gives_the_product_of_all_of_it(outputs: slice) -> None:
     linears, known = layers(), torch.randn(9, 2, requires_grad=True)

@@ -4,7 +4,7 @@ Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), H hidden
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count, islice
@@ -24,6 +24,9 @@ from draftsmith.target.target import Target, TargetHead
 
 Piece = Tensor | slice
 """Indices of rows, or a slice of them."""
+Passes = Callable[[Callable[[int, TrainBatch, "HeadOutput", Tensor], Any]], list[Any]]
+"""Passes over batches, shared out to the processes: calls a function with the number of a batch, the batch, a head's output and [B, L, K] the
+chance that each drafted token is accepted; returns what it returned, which is to lie on the CPU, for all batches in order."""
 
 
 def _same(logits: Tensor) -> Tensor:
@@ -330,11 +333,11 @@ class DraftHead(nn.Module, ABC):
         """Return the learning rate of the parameter `name` as a multiple of the recipe's."""
         return 1.0
 
-    def calibrate(self, passes: Iterable[tuple[TrainBatch, HeadOutput, Tensor]]) -> dict[str, Any]:
+    def calibrate(self, passes: Passes) -> dict[str, Any]:
         """Calibrate the confidence after training, for heads whose `trains.outputs` name one.
 
         Args:
-            passes: over held-out answers: batch, output, and [B, L, K] the chance that each drafted token is accepted.
+            passes: over held-out answers.
 
         Returns:
             What the reports show of it; empty where nothing is fitted.

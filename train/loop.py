@@ -17,7 +17,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import set_seed
 
 from draftsmith.decoder.sampling import row_key
 from draftsmith.errors import StoppedError, UserError
@@ -36,7 +36,6 @@ from draftsmith.train.dashboards import Tracker
 from draftsmith.train.feed import Fed, Feed
 from draftsmith.train.meeting import meeting
 from draftsmith.train.metrics import (
-    HeldOut,
     Pace,
     StepFigures,
     calibrate_best,
@@ -202,11 +201,12 @@ class _Run:
                 f"{self.folder}: run the same command again to go on from there.",
                 128 + stopping,
             )
+        calibration = self._calibrate()
         if tracker:
             warn_at_start(self.spec.warm_start, progress.best_step, progress.best_tau)
             seconds = progress.train_seconds
             pace = {"tokens_per_second": progress.tokens / seconds if seconds else None}
-            write_json(self.folder / "summary.json", asdict(progress) | pace | self._calibrate())
+            write_json(self.folder / "summary.json", asdict(progress) | pace | calibration)
             best = {"best/tau": progress.best_tau, "best/step": progress.best_step}
             tracker.summary(best | ({} if seconds is None else {"train/seconds": seconds}))
         self.accelerator.wait_for_everyone()
@@ -339,9 +339,9 @@ class _Run:
         return {"step": progress.step, "tokens": progress.tokens, "epoch": self._epoch(progress.step)}, progress
 
     def _evaluate(self, record: dict[str, Any], progress: Progress) -> Progress:
-        """Evaluate on the held-out answers, and save the head if its tau is the best so far."""
+        """Evaluate on the held-out answers, and save the head if its tau is the best so far, on which all processes find the same."""
         with whole_head(self.model):
-            held: HeldOut = evaluate_heldout(
+            held = evaluate_heldout(
                 self.head,
                 self.data.source,
                 self.heldout_batches,
@@ -351,8 +351,6 @@ class _Run:
                 self.recipe.answers.sampling,
                 self.recipe.evaluate.num_speculative_tokens,
             )
-        # One verdict for all processes: what follows from it (saving, stopping) they do together.
-        (held,) = broadcast_object_list([held])
         record |= {
             "heldout_loss": held.loss,
             "heldout_loss_by_slice": held.loss_by_slice,

@@ -4,7 +4,7 @@ what it fits to them after training.
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -28,6 +28,8 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.progress import say
 from draftsmith.target.target import Target, TargetHead
 from draftsmith.train.feed import read_batch
+from draftsmith.train.parallel import Found, over_ranks
+from draftsmith.train.process import world
 
 
 def step_sums(scored: LossOutput, tokens: int) -> Tensor:
@@ -132,7 +134,7 @@ class HeldOut:
     loss: per supervised row, as in training, over all answers and per slice. accuracy, acceptance: per step.
     tau: simulated accepted length at K drafts, over all answers and per slice. chance: the accuracy of always guessing
     the target's most common choice. more: "tuned" -> how far a tuned target is from the original (see `tuned_figures`), and
-    "selector" -> what a head's selector is worth (see `_Chosen`), where there are such. A tuned target verifies by its own distribution, but tau is an approximation, since the answers
+    "selector" -> what a head's selector is worth (see `_selector_figures`), where there are such. A tuned target verifies by its own distribution, but tau is an approximation, since the answers
     are the original's.
     """
 
@@ -157,6 +159,23 @@ def make_heldout_batches(source: FeatureSource, index: Sequence[int], row_tokens
     return batches
 
 
+@dataclass(frozen=True)
+class _Passed:
+    """What the pass of a held-out batch adds to the figures. sums: float64 [3, S] right guesses, acceptance and rows by step. tuned: float64 [4]
+    of `LossOutput.tuned`. likeliest: [R] the target's choice per row. selector, plain: of a head that has one, [2, S] of
+    `LossOutput.selector`, and the tallies of drafts without it."""
+
+    slice_name: str
+    loss: float
+    divisor: float
+    sums: Tensor
+    tuned: Tensor | None
+    likeliest: Tensor
+    tallies: list[Tally]
+    selector: Tensor | None
+    plain: list[Tally]
+
+
 @torch.no_grad()
 def evaluate_heldout(
     head: DraftHead,
@@ -169,15 +188,11 @@ def evaluate_heldout(
     num_speculative_tokens: int,
 ) -> HeldOut:
     """Evaluate the head on the held-out answers: one training pass, without training's noise, gives the loss and every
-    acceptance probability."""
+    acceptance probability. Each process takes a share of `batches` and gets the figures of all."""
     train_steps, num_speculative_tokens = head.trains.steps, head.clamp_draft_length(num_speculative_tokens)
     device = next(head.parameters()).device
-    losses: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    sums, tuned = torch.zeros(3, train_steps, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
-    tallies: dict[str, list[Tally]] = defaultdict(list)
-    chosen = _Chosen(torch.zeros(2, train_steps, dtype=torch.float64), [])
-    choices = torch.zeros(target_head.vocab_size, dtype=torch.int64)
-    for plan in batches:
+
+    def look(_: int, plan: Batch) -> _Passed:
         batch = read_batch(source, plan, head.reads.layer_ids, row_tokens).to(device)
         with drafting(head):
             output = head(batch, max(train_steps, num_speculative_tokens))
@@ -187,23 +202,42 @@ def evaluate_heldout(
             if head.drafts.own_pass and num_speculative_tokens != train_steps:
                 output = head(batch, num_speculative_tokens)
             accepted = acceptance(output, batch, target_head, head.draft_vocab, sampling)
-        tuned += 0 if scored.tuned is None else scored.tuned.double().cpu()
-        of_slice = losses[source.slices[plan[0][0]]]
-        of_slice[0] += float(scored.loss_sum)
-        of_slice[1] += float(divisor)
-        sums += torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu()
-        likeliest = batch.top1.flatten()[output.steps[0].rows + 1].cpu()
-        choices += torch.bincount(likeliest, minlength=len(choices))
         answers = find_answers(batch)
+        plain: list[Tally] = []
         if scored.selector is not None:
-            plain = HeadOutput(tuple(replace(step, selector=None) for step in output.steps))
-            without = acceptance(plain, batch, target_head, head.draft_vocab, sampling)
-            chosen.sums.add_(scored.selector.double().cpu())
-            chosen.plain.extend(simulate(without.c_BLK, answers, num_speculative_tokens))
-        for answer, tally in zip(answers, simulate(accepted.c_BLK, answers, num_speculative_tokens), strict=True):
-            tallies[source.slices[plan[answer.row][answer.document]]].append(tally)
+            unchosen = HeadOutput(tuple(replace(step, selector=None) for step in output.steps))
+            without = acceptance(unchosen, batch, target_head, head.draft_vocab, sampling)
+            plain = simulate(without.c_BLK, answers, num_speculative_tokens)
+        return _Passed(
+            source.slices[plan[0][0]],
+            float(scored.loss_sum),
+            float(divisor),
+            torch.stack([scored.step_correct, scored.step_acceptance, scored.step_rows]).double().cpu(),
+            None if scored.tuned is None else scored.tuned.double().cpu(),
+            batch.top1.flatten()[output.steps[0].rows + 1].cpu(),
+            simulate(accepted.c_BLK, answers, num_speculative_tokens),
+            None if scored.selector is None else scored.selector.double().cpu(),
+            plain,
+        )
+
+    return _sum_up(over_ranks(batches, look), train_steps, num_speculative_tokens)
+
+
+def _sum_up(passes: Sequence[_Passed], train_steps: int, num_speculative_tokens: int) -> HeldOut:
+    """Return the figures of all held-out batches, summed in their order."""
+    losses: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    tallies: dict[str, list[Tally]] = defaultdict(list)
+    sums, tuned = torch.zeros(3, train_steps, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    for passed in passes:
+        of_slice = losses[passed.slice_name]
+        of_slice[0] += passed.loss
+        of_slice[1] += passed.divisor
+        tallies[passed.slice_name] += passed.tallies
+        sums += passed.sums
+        tuned += 0 if passed.tuned is None else passed.tuned
     everything = total((t for group in tallies.values() for t in group), num_speculative_tokens)
     by_slice = {name: total(group, num_speculative_tokens).tau for name, group in sorted(tallies.items())}
+    likeliest = torch.cat([passed.likeliest for passed in passes])
     return HeldOut(
         sum(loss for loss, _ in losses.values()) / max(sum(divisor for _, divisor in losses.values()), 1),
         {name: loss / max(divisor, 1) for name, (loss, divisor) in losses.items()},
@@ -211,27 +245,24 @@ def evaluate_heldout(
         (sums[1] / sums[2].clamp(min=1)).tolist(),
         everything.tau or 0.0,
         {name: tau for name, tau in by_slice.items() if tau is not None},
-        int(choices.max()) / max(1, int(choices.sum())),
-        tuned_figures(*tuned[1:].tolist()) | chosen.figures(sums[2], everything.tau, num_speculative_tokens),
+        int(likeliest.bincount(minlength=1).max()) / max(1, len(likeliest)),
+        tuned_figures(*tuned[1:].tolist()) | _selector_figures(passes, sums[2], everything.tau, num_speculative_tokens),
     )
 
 
-@dataclass(frozen=True)
-class _Chosen:
-    """What a head's selector is worth on held-out answers. sums: [2, S] of `LossOutput.selector`; plain: tallies of drafts without it."""
-
-    sums: Tensor
-    plain: list[Tally]
-
-    def figures(self, rows_S: Tensor, tau: float | None, num_speculative_tokens: int) -> dict[str, Any]:
-        """Return by step the accuracy of the plain logits and how often the candidates hold the target's likeliest token; tau of drafts
-        without the selector, and the `lift` to that with it. Nothing for a head without one."""
-        if not self.plain:
-            return {}
-        plain_accuracy, recall = (self.sums / rows_S.clamp(min=1)).tolist()
-        plain = total(self.plain, num_speculative_tokens).tau or 0.0
-        lifted = {"plain_tau": plain, "lift": (tau or 0.0) - plain}
-        return {"selector": {"recall": recall, "plain_accuracy": plain_accuracy, **lifted}}
+def _selector_figures(
+    passes: Sequence[_Passed], rows_S: Tensor, tau: float | None, num_speculative_tokens: int
+) -> dict[str, Any]:
+    """Return by step the accuracy of the plain logits and how often the candidates hold the target's likeliest token; tau of drafts
+    without the selector, and the `lift` to that with it. Nothing for a head without one."""
+    sums = [passed.selector for passed in passes if passed.selector is not None]
+    plain = [tally for passed in passes for tally in passed.plain]
+    if not plain:
+        return {}
+    plain_accuracy, recall = (sum(sums[1:], sums[0]) / rows_S.clamp(min=1)).tolist()
+    plain_tau = total(plain, num_speculative_tokens).tau or 0.0
+    lifted = {"plain_tau": plain_tau, "lift": (tau or 0.0) - plain_tau}
+    return {"selector": {"recall": recall, "plain_accuracy": plain_accuracy, **lifted}}
 
 
 def calibrate_best(
@@ -242,21 +273,25 @@ def calibrate_best(
     row_tokens: int,
     sampling: Sampling,
 ) -> dict[str, Any]:
-    """Fit the confidence of the finished head in `folder` to the held-out answers, and save it; return its report, nothing
-    where the fit is no better. sampling: that of the answers."""
+    """Fit the confidence of the finished head in `folder` to the held-out answers, of which each process takes a share, and save it;
+    return its report, nothing where the fit is no better. sampling: that of the answers."""
     head = load_head(folder, target).to(target.device)
 
-    def passes() -> Iterator[tuple[TrainBatch, HeadOutput, Tensor]]:
-        for plan in batches:
+    def passes(look: Callable[[int, TrainBatch, HeadOutput, Tensor], Found]) -> list[Found]:
+        def look_at(index: int, plan: Batch) -> Found:
             batch = read_batch(source, plan, head.reads.layer_ids, row_tokens).to(target.device)
             output = head(batch, head.trains.steps)
-            yield batch, output, acceptance(output, batch, target.head, head.draft_vocab, sampling).c_BLK
+            c_BLK = acceptance(output, batch, target.head, head.draft_vocab, sampling).c_BLK
+            return look(index, batch, output, c_BLK)
+
+        return over_ranks(batches, look_at)
 
     with drafting(head), torch.no_grad():
-        report = head.calibrate(passes())
+        report = head.calibrate(passes)
     if not report:
         return {}
-    save_head(head, folder, target)
+    if world().main:
+        save_head(head, folder, target)
     return {"calibration": report}
 
 

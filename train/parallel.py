@@ -7,15 +7,15 @@ optimizer belong to the recipe: a launch file that says otherwise is refused, be
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError, first_line
@@ -275,6 +275,23 @@ def whole_head(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.reshard()
+
+
+Item, Found = TypeVar("Item"), TypeVar("Found")
+
+
+def over_ranks(items: Sequence[Item], look: Callable[[int, Item], Found]) -> list[Found]:
+    """Return, on every process, what `look` finds at each item and its number, in the order of `items`.
+
+    Each process looks at its share. What is found travels pickled: small, and on the CPU.
+    """
+    together = distributed.is_available() and distributed.is_initialized()
+    size, rank = (distributed.get_world_size(), distributed.get_rank()) if together else (1, 0)
+    shares: list[Any] = [[look(i, items[i]) for i in range(rank, len(items), size)]]
+    if size > 1:
+        shares *= size
+        distributed.all_gather_object(shares, shares[rank])
+    return [shares[i % size][i // size] for i in range(len(items))]
 
 
 def whole_state(accelerator: Any, model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ whether drafts survived. For one slot this is temperature scaling (Guo et al., "
 2017). There M are rows, n those that have a slot; NaN stands where a row has no such slot.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.decoder.growth import chain_token_by_token
-from draftsmith.heads.base import HeadOutput, StepOutput, shift_left
+from draftsmith.heads.base import HeadOutput, Passes, StepOutput, shift_left
 from draftsmith.heads.block.base import BlockDrafter, BlockHead
 from draftsmith.heads.dspark import DSparkOptions
 
@@ -118,10 +118,10 @@ class DSparkHead(BlockHead):
         return other
 
     @torch.no_grad()
-    def calibrate(self, passes: Iterable[tuple[TrainBatch, HeadOutput, Tensor]]) -> dict[str, Any]:
+    def calibrate(self, passes: Passes) -> dict[str, Any]:
         """Fit the slots' temperatures to what became of drafts along answers; return them with the errors before and after."""
-        log_odds, accepted, halves = [], [], []
-        for index, (batch, output, c_BLK) in enumerate(passes):
+
+        def look(index: int, batch: TrainBatch, output: HeadOutput, c_BLK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             steps = output.steps
             rows = steps[0].rows
             odds = torch.full((batch.ids.numel(), len(steps)), torch.nan, dtype=torch.float64, device=rows.device)
@@ -129,10 +129,10 @@ class DSparkHead(BlockHead):
                 assert step.confidence is not None
                 odds[step.rows, step.offset] = step.confidence.double()
             number = batch.document + index + torch.arange(len(batch.ids), device=rows.device)[:, None]
-            log_odds.append(odds[rows])
-            accepted.append(c_BLK.flatten(0, 1)[rows])
-            halves.append((number.flatten()[rows] % 2).bool())
-        fitted = calibrate(torch.cat(log_odds), torch.cat(accepted), torch.cat(halves))
+            half = (number.flatten()[rows] % 2).bool()
+            return odds[rows].cpu(), c_BLK.flatten(0, 1)[rows].cpu(), half.cpu()
+
+        fitted = calibrate(*(torch.cat(parts) for parts in zip(*passes(look), strict=True)))
         self.temperatures.copy_(torch.tensor(fitted.temperatures))
         return asdict(fitted)
 
@@ -186,8 +186,8 @@ def calibrate(log_odds_MS: Tensor, accepted_MS: Tensor, half_M: Tensor) -> Calib
     log_odds_MS: that a slot's token is accepted, given that those before it are. accepted_MS: the chance that it was, on the text.
     half_M: bool, which half of the texts a row belongs to.
     """
-    log_odds_MS, accepted_MS = log_odds_MS.double().cpu(), accepted_MS.double().cpu()
-    half_M, ones = half_M.cpu(), torch.ones(log_odds_MS.shape[1], dtype=torch.float64)
+    log_odds_MS, accepted_MS = log_odds_MS.double(), accepted_MS.double()
+    ones = torch.ones(log_odds_MS.shape[1], dtype=torch.float64)
     survived_MS = accepted_MS.cumprod(1)
     heldout_MS = torch.full_like(log_odds_MS, torch.nan)
     for fitted_M in (half_M, ~half_M):

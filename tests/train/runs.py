@@ -79,6 +79,20 @@ class TinyRun:
             assert heads[1][key].dtype == value.dtype, key
             assert float((heads[1][key] - value).abs().max()) < 5e-5, key
 
+    def check_heldout(self, name: str) -> None:
+        """Bit by bit, the figures of held-out answers that two processes share are those of one, and each makes half the passes."""
+        ranks = [json.loads((self.folder / name / f"heldout-{rank}.json").read_text()) for rank in (0, 1)]
+        calibrations = ["calibrate_best"] if self.method == "dspark" else []
+        for noted in zip(*ranks, strict=True):
+            (first, every), (second, _) = (one["passes"] for one in noted)
+            assert first + second == every > 1
+            assert first - second in (0, 1)
+            assert noted[0]["shared"] == noted[0]["alone"] == noted[1]["shared"] == noted[1]["alone"]
+        assert [one["what"] for one in ranks[0]][-1 - len(calibrations) :] == ["evaluate_heldout", *calibrations]
+        last = self.metrics(name)[-1]
+        held = ranks[0][-1 - len(calibrations)]["shared"]
+        assert (last["heldout_loss"], last["tau"]["overall"]) == (held["loss"], held["tau"])
+
 
 def launch_two(script: list[str], environment: Mapping[str, str]) -> str:
     """Run a script in two processes; return the end of what they said."""

@@ -61,6 +61,7 @@ def test_two_processes_are_one_with_twice_the_accumulation(
 ) -> None:
     runs, said = trained
     check(runs[method], said)
+    runs[method].check_heldout("two")
 
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -109,6 +110,7 @@ def test_interrupted_and_resumed_shards_train_as_one_process(
     assert (run.folder / name / "train" / "summary.json").exists(), said
     assert run.progress(name)["window"] == 2, "two processes with accumulation 1"
     run.check_same(name)
+    run.check_heldout(name)
 
 
 TWO_CPUS = ROOT / "recipes" / "accelerate" / "ddp-2cpu.yaml"

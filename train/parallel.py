@@ -277,7 +277,8 @@ def whole_head(model: nn.Module) -> Iterator[None]:
         model.reshard()
 
 
-Item, Found = TypeVar("Item"), TypeVar("Found")
+Item = TypeVar("Item")
+Found = TypeVar("Found")
 
 
 def over_ranks(items: Sequence[Item], look: Callable[[int, Item], Found]) -> list[Found]:

@@ -43,7 +43,7 @@ def run(own: Namespace, words: list[str]) -> int:
     """Make all stages."""
     gate = read_gate(own)
     session = _session("run", words, own.redo)
-    launch = launching.check_launching(session, own.launch)
+    launch = launching.check_launching(session, own.launch, "run")
     gate.check_names(session, preflight(session, "run"), decode=True)
     if launch and not launching.train(session, launch, words):
         return 0
@@ -61,7 +61,7 @@ def regenerate(own: Namespace, words: list[str]) -> int:
     session = _session("regenerate", words, own.redo)
     if not session.recipe.answers.regenerate:
         raise UserError("answers.regenerate is false in this recipe: set it to true to let the target answer.")
-    launch = launching.check_launching(session, own.launch)
+    launch = launching.check_launching(session, own.launch, "regenerate")
     if world().main:  # the others read no conversations but those that they answer
         look_at(session, session.conversations, learned=False)
     if launch:
@@ -77,7 +77,7 @@ def extract(own: Namespace, words: list[str]) -> int:
     session = _session("extract", words, own.redo)
     if session.recipe.features.source == "online":
         raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
-    launch = launching.check_launching(session, own.launch)
+    launch = launching.check_launching(session, own.launch, "extract")
     if world().main:
         preflight(session, "extract")
     if launch:
@@ -92,7 +92,7 @@ def train(own: Namespace, words: list[str]) -> int:
     """Train the head, after its data have been made."""
     session = _session("train", words, own.redo)
     launching.check_script(own.script, session.recipe.method)
-    launch = launching.check_launching(session, own.launch)
+    launch = launching.check_launching(session, own.launch, "train")
     if world().main:
         preflight(session, "train")
     if launch and not launching.train(session, launch, words):

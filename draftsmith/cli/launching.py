@@ -16,8 +16,8 @@ from draftsmith.heads.registry import find_method
 from draftsmith.progress import hush, said, say
 from draftsmith.recipe.parse import find_file
 from draftsmith.recipe.record import DATA_STAGES
-from draftsmith.recipe.schema import TrainSpec
-from draftsmith.stages.pipeline import COMMAND_STAGES
+from draftsmith.recipe.schema import Recipe, TrainSpec
+from draftsmith.stages.pipeline import COMMAND_STAGES, make_stages
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import learned
 from draftsmith.train.meeting import DATA, wait_for_port
@@ -39,8 +39,8 @@ class Launch:
     address: str
 
 
-def check_launching(session: Session, config: str | None) -> Launch | None:
-    """Return what the launch file `config` asks for; None where none is named.
+def check_launching(session: Session, config: str | None, command: str) -> Launch | None:
+    """Return what the launch file `config` asks for, to carry out a command; None where none is named.
 
     Raises UserError for a launch that cannot start. Without a launch file this process may be one that a launcher started: then
     it raises where that launcher started another number of processes than it was asked for."""
@@ -51,7 +51,35 @@ def check_launching(session: Session, config: str | None) -> Launch | None:
         raise UserError(
             f"WORLD_SIZE is {world().size}, but --launch starts processes itself: leave out one of the launchers."
         )
-    return check_config(session.recipe.train, config, session.device)
+    launch = check_config(session.recipe.train, config, session.device)
+    if _spreads(session, launch):
+        _check_spread(session.recipe, command)
+    return launch
+
+
+def _spreads(session: Session, launch: Launch) -> bool:
+    """Return whether the target needs GPUs that other processes of the launch compute on."""
+    return session.recipe.target.gpus > 1 and launch.processes > 1
+
+
+def _check_spread(recipe: Recipe, command: str) -> None:
+    """Raise UserError where the processes of a launch would load the layers of a target that one process spreads over their GPUs."""
+    if command not in ("run", "train"):
+        raise UserError(
+            f"target.gpus is {recipe.target.gpus}: one process makes answers and hidden states on these GPUs, so leave --launch out of "
+            f"`draftsmith {command}`."
+        )
+    online = recipe.features.source == "online"
+    if online or find_method(recipe.method).needs_layers(recipe.head):
+        what, remedy = (
+            ("features.source: online", "set it to store, or leave")
+            if online
+            else (f"method: {recipe.method}", "leave")
+        )
+        raise UserError(
+            f"target.gpus is {recipe.target.gpus}, but with {what} each process of --launch needs all layers of the target on its own GPU: "
+            f"{remedy} --launch out."
+        )
 
 
 def check_config(spec: TrainSpec, config: str, device: str = "cpu") -> Launch:
@@ -119,6 +147,8 @@ def train(session: Session, launch_: Launch, words: list[str]) -> bool:
     session.processes = launch_.processes
     if learned(session):
         return not launch_.machine
+    if _spreads(session, launch_) and not launch_.machine:
+        make_stages(session, "extract")  # here; the processes train from the store, for which they load no layers
     launch(session, launch_, "train", words)
     hush(
         f"train: reusing {session.run.path}",
@@ -147,7 +177,10 @@ def launch(session: Session, asked: Launch, command: str, words: list[str]) -> N
     )
     if code:
         raise SystemExit(code)
-    hush(*(f"{stage}: reusing {session.directory(stage).path}" for stage in DATA_STAGES))
+    for stage in DATA_STAGES:
+        record = session.data.record(stage)
+        found = () if record is None else record.facts.get("warnings", ())
+        hush(f"{stage}: reusing {session.directory(stage).path}", *(f"warning: {text}" for text in found))
 
 
 def run_launcher(words: list[str], processes: int) -> int:

@@ -1,12 +1,18 @@
 """A target whose layers are on two pretended GPUs computes, decodes and trains what it does on one."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import draftsmith
+from draftsmith.cli import launching
+from draftsmith.cli.main import main
+from draftsmith.data.features.index import is_complete
 from draftsmith.errors import UserError
+from tests.helpers import save_target
 from tests.models import save_tiny_target
 from tests.pretended_gpu.cuda import pretended_gpu
 from tests.target.looks import check_same, look
@@ -53,3 +59,71 @@ def test_more_gpus_than_layers_are_refused(tmp_path: Path) -> None:
     with pretended_gpu(3):
         target = draftsmith.load_target(path, device="cuda", gpus=3)
         assert [next(layer.parameters()).device.index for layer in target._layers] == [0, 1, 2]
+
+
+def _words(folder: Path, method: str = "eagle3") -> list[str]:
+    """Return the options of a small recipe whose target is on two GPUs, for a launch of two processes."""
+    turns = [{"role": "user", "content": "question?"}, {"role": "assistant", "content": "answer!"}]
+    (folder / "talk.jsonl").write_text(6 * (json.dumps({"messages": turns}) + "\n"))
+    launch = (launching.find_file("accelerate/ddp-8gpu"), folder / "launch.yaml")
+    launch[1].write_text(Path(launch[0]).read_text().replace("num_processes: 8", "num_processes: 2"))
+    save_target(folder / "target")
+    options = {
+        "recipe": f"{method}/tiny",
+        "target.path": str(folder / "target"),
+        "target.device": "cuda",
+        "target.gpus": "2",
+        "data.sources": f"[{folder / 'talk.jsonl'}]",
+        "data.max_length": "64",
+        "data.heldout": "2",
+        "answers.regenerate": "false",
+        "output_dir": str(folder / "run"),
+        "launch": str(launch[1]),
+    }
+    return [word for key, value in options.items() for word in (f"--{key}", value)]
+
+
+def test_a_launch_finds_the_data_that_one_process_made_on_all_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def started(words: list[str], processes: int) -> int:
+        assert processes == 2
+        assert is_complete(tmp_path / "run" / "features")
+        return 7
+
+    monkeypatch.setattr(launching, "run_launcher", started)
+    with pretended_gpu(2):
+        assert main(["train", *_words(tmp_path), "--head.layer_ids", "[2, 4, 6]"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("command", "method", "options", "why"),
+    [
+        (
+            "extract",
+            "eagle3",
+            [],
+            "target.gpus is 2: one process makes .*, so leave --launch out of `draftsmith extract`",
+        ),
+        (
+            "train",
+            "eagle3",
+            ["--features.source", "online"],
+            "features.source: online each process .*: set it to store, or leave",
+        ),
+        ("run", "medusa2", [], "with method: medusa2 each process of --launch needs all layers"),
+    ],
+)
+def test_a_launch_whose_processes_would_need_all_layers_is_refused_before_any_is_loaded(
+    command: str,
+    method: str,
+    options: list[str],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(draftsmith, "load_target", None)
+    with pretended_gpu(2):
+        assert main([command, *_words(tmp_path, method), *options]) == 2
+    assert re.search(why, capsys.readouterr().err)

@@ -87,16 +87,26 @@ def answers_stage(session: Session) -> Path | None:
         asked = spec.servers if spec.servers and not session.data.holds("answers", inputs) else []
         servers.extend(AnswerServer(url, [spec.served_name or session.target_path]) for url in asked)
         _grow(session, "answers", inputs, _DATA["answers"])
-        return session.begin("answers", inputs)
+        if done := session.begin("answers", inputs):
+            _warn_again(session, "answers")
+        return done
 
     if ours.tell(begin):
         return path
-    started, resumed = time.perf_counter(), path.with_name(f"{path.name}.partial").exists()
+    started, before, resumed = time.perf_counter(), 0, path.with_name(f"{path.name}.partial").exists()
     if not (spec.servers and ours.rank):
         session.load_layers()
+        before = len(session.warnings)
         started = _answer(session, path, servers, ours)
-    ours.tell(lambda: _finish_answers(session, path, servers, time.perf_counter() - started, resumed=resumed))
+    ours.tell(lambda: _finish_answers(session, path, servers, time.perf_counter() - started, before, resumed=resumed))
     return path
+
+
+def _warn_again(session: Session, stage: str) -> None:
+    """Warn of what was found when the data of a finished stage were made, for the results of this run."""
+    record = session.data.record(stage)
+    for text in () if record is None else record.facts.get("warnings", ()):
+        session.warn(text)
 
 
 def _answer(session: Session, path: Path, servers: Sequence[AnswerServer], ours: Team) -> float:
@@ -134,14 +144,15 @@ def _answer(session: Session, path: Path, servers: Sequence[AnswerServer], ours:
 
 
 def _finish_answers(
-    session: Session, path: Path, servers: Sequence[AnswerServer], seconds: float, *, resumed: bool
+    session: Session, path: Path, servers: Sequence[AnswerServer], seconds: float, before: int, *, resumed: bool
 ) -> None:
+    """Record the answers. before: how many warnings there were that are not about them."""
     samples = read_answers(path).samples
     facts = _count(samples) | {"seconds": seconds}
     if servers:
         facts["servers"] = [server.engine for server in servers]
         facts["likeness"] = asdict(_compare(session, samples))
-    session.finish("answers", facts)
+    session.finish("answers", facts | {"warnings": session.warnings[before:]})
     part = "the rest of them " if resumed else ""
     say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens, {part}in {seconds:.0f} s, {path}")
 
@@ -238,14 +249,9 @@ def stored_samples(session: Session) -> StoredSamples | None:
     """Return the samples of a finished store, which are not tokenized again; None where there is none."""
     if session.recipe.features.source == "online" or "features" in session.redo:
         return None
-    inputs, record = (
-        feature_inputs(session, session.upstream("answers"), stored_layers(session)),
-        session.data.record("features"),
-    )
-    if record is None or not session.data.holds("features", inputs):
+    if not session.data.holds("features", feature_inputs(session, session.upstream("answers"), stored_layers(session))):
         return None
-    for text in record.facts.get("warnings", ()):
-        session.warn(text)
+    _warn_again(session, "features")
     return read_index(_features_folder(session)).samples
 
 

@@ -9,16 +9,19 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
+from draftsmith.data.conversations.templates import Prompt, prepare_prompts
 from draftsmith.fields import LATER, fingerprint_fields
 from draftsmith.heads.vocab import Coverage
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.record import flat_inputs
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages import training
+from draftsmith.stages import data, training
+from draftsmith.stages.data import answers_stage
 from draftsmith.stages.evaluation import NOT_MEASURED
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import Start, _with_equal_batch, train_inputs, warn_of_untaught
 from tests.eval.training.test_history import line, make_run
+from tests.workplace import make_workplace, options
 
 
 def make_session(run: Path, head: Path | None = None) -> Any:
@@ -148,3 +151,22 @@ def test_processes_times_accumulation_is_what_a_resumed_training_depends_on(
     inputs = {"train": {"accumulation": accumulation, "lr": 1.0}}
     found = _with_equal_batch(cast(Session, session), inputs, tmp_path)
     assert found == {"train": {"accumulation": 8 if same else accumulation, "lr": 1.0}}
+
+
+@pytest.mark.full
+def test_what_answers_were_warned_of_is_warned_of_by_a_run_that_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As is the command that evaluates what its processes made."""
+
+    def doubtful(*given: Any, warn: Any, **named: Any) -> list[Prompt]:
+        warn("prompts are read without")
+        return prepare_prompts(*given, warn=warn, **named)
+
+    monkeypatch.setattr(data, "prepare_prompts", doubtful)
+    words = [*options(make_workplace(tmp_path), tmp_path / "run"), "--answers.max_new_tokens", "2", "--data.limit", "2"]
+    making, taking = (Session(parse_recipe(words)) for _ in range(2))
+    making.warn("about something else")
+    answers_stage(making)
+    answers_stage(taking)
+    assert taking.warnings == ["prompts are read without"]

@@ -247,3 +247,23 @@ def test_odd_variables_of_accelerate_are_named(odd: dict[str, str], monkeypatch:
     with pytest.raises(UserError, match=f"Accelerate refuses what the environment says .*{', '.join(odd)}") as refused:
         make_accelerator(TrainSpec(), torch.device("cpu"))
     check_sentence(str(refused.value))
+
+
+@pytest.mark.parametrize("items", ["abcdefg", "ab", ""])
+def test_shares_are_found_in_the_order_of_their_items(items: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By three processes in turns, of which some may have less to do than others, or nothing."""
+    shares: list[list[str]] = [[], [], []]
+
+    def gather(into: list[list[str]], share: list[str]) -> None:
+        shares[parallel.distributed.get_rank()] = share
+        into[:] = shares
+
+    for rank in (2, 1, 0):
+        with monkeypatch.context() as fake:
+            fake.setattr(parallel.distributed, "is_initialized", lambda: True)
+            fake.setattr(parallel.distributed, "get_world_size", lambda: 3)
+            fake.setattr(parallel.distributed, "get_rank", lambda rank=rank: rank)
+            fake.setattr(parallel.distributed, "all_gather_object", gather)
+            found = parallel.over_ranks(items, lambda i, item: f"{i}{item}")
+    assert found == [f"{i}{item}" for i, item in enumerate(items)]
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1

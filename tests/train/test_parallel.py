@@ -249,21 +249,23 @@ def test_odd_variables_of_accelerate_are_named(odd: dict[str, str], monkeypatch:
     check_sentence(str(refused.value))
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("items", ["abcdefg", "ab", ""])
-def test_shares_are_found_in_the_order_of_their_items(items: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_are_found_in_the_order_of_their_items(items: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By three processes in turns, of which some may have less to do than others, or nothing."""
-    shares: list[list[str]] = [[], [], []]
+    every = [f"{i}{item}" for i, item in enumerate(items)]
+    seen: list[str] = []
+
+    def look(index: int, item: str) -> str:
+        seen.append(f"{index}{item}")
+        return seen[-1]
 
     def gather(into: list[list[str]], share: list[str]) -> None:
-        shares[parallel.distributed.get_rank()] = share
-        into[:] = shares
+        assert share == seen == every[rank::3]
+        into[:] = [every[other::3] for other in range(3)]
 
-    for rank in (2, 1, 0):
-        with monkeypatch.context() as fake:
-            fake.setattr(parallel.distributed, "is_initialized", lambda: True)
-            fake.setattr(parallel.distributed, "get_world_size", lambda: 3)
-            fake.setattr(parallel.distributed, "get_rank", lambda rank=rank: rank)
-            fake.setattr(parallel.distributed, "all_gather_object", gather)
-            found = parallel.over_ranks(items, lambda i, item: f"{i}{item}")
-    assert found == [f"{i}{item}" for i, item in enumerate(items)]
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    fakes = {"is_initialized": True, "get_world_size": 3, "get_rank": rank}
+    for name, value in fakes.items():
+        monkeypatch.setattr(parallel.distributed, name, lambda value=value: value)
+    monkeypatch.setattr(parallel.distributed, "all_gather_object", gather)
+    assert parallel.over_ranks(items, look) == every

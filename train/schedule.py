@@ -89,7 +89,7 @@ _Groups = dict[tuple[float, bool], list[nn.Parameter]]
 
 def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a head's trainable parameters, one group per multiple of the learning rate that the head
-    names (`DraftHead.lr_factor`), norms and biases apart, which no weight decay pulls to 0; every group remembers its peak
+    names (`DraftHead.lr_factor`), norms, biases and kernels that begin as gains of 1 apart, which no weight decay pulls to 0; every group remembers its peak
     as `peak_lr`."""
     matrices: _Groups = {}
     others: _Groups = {}
@@ -99,7 +99,7 @@ def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optim
         if parameter.requires_grad:
             inner = parameter.ndim == 2 and not any(part in name for part in no_muon)
             chosen = matrices if inner and spec.optimizer == "muon" else others
-            decays = not spec.weight_decay or parameter.ndim > 1
+            decays = not spec.weight_decay or (parameter.ndim > 1 and not name.endswith("base_kernel"))
             chosen.setdefault((factor_of(name), decays), []).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:

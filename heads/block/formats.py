@@ -109,6 +109,8 @@ def read_block_config(path: Path, target: Target, *more: str, sliding: bool = Fa
     if windowed and causal is None:
         causal = True  # engines take a window alone for causal
     full = kinds == {"full_attention"} and not windowed
+    if windowed and (len(kinds) > 1 or config.get("use_sliding_window") is False):
+        raise not_computed(path, "layers some of which see a window, which engines take in different ways")
     if causal or not (full or (windowed and sliding)) or config.get("attention_bias"):
         raise not_computed(path, "causal or sliding attention, or biases")
     known = {"mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", *more}

@@ -39,4 +39,5 @@ METHOD = Method(
     options=":DFlash2Options",
     drafter="head:DFlash2Drafter",
     formats="formats",
+    layers=False,
 )

@@ -3,6 +3,7 @@
 The layout is the one of the published heads, flat, with an explicit `is_causal`: without it engines take a window for causal.
 """
 
+import operator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,9 @@ def load_dflash2_directory(path: Path | str, target: Target) -> DFlash2Head:
     if scales[0] not in (None, target.head.scale) or (scales[1] or None) not in (None, target.head.softcap):
         raise block.not_computed(path, "another scale or softcap of its logits than the target's")
     with explain_config(path, "DFlash2 head", "fetch the head again"):
-        sizes: dict[str, Any] = {key: int(config[key]) for key in _SIZES} | {"sliding_window": config["sliding_window"]}
+        window = config["sliding_window"]
+        sizes: dict[str, Any] = {key: operator.index(config[key]) for key in _SIZES}
+        sizes |= {"sliding_window": None if window is None else operator.index(window)}
     options = DFlash2Options(**block.block_options(path, config, target), **sizes)
     check_sizes(options, target, config.get("draft_vocab_size") or target.vocab_size)
     return block.load_block(path, config, target, DFlash2Head, options)
@@ -147,7 +150,7 @@ FORMATS = (
     Format(
         "a DFlash2 head",
         3,
-        lambda f: "dflash2" in f.words or "selector_rank" in (f.config.get(block.SECTION) or ()),
+        lambda f: "dflash2" in f.words or "selector_rank" in str(f.config.get(block.SECTION)),
         load_dflash2_directory,
     ),
 )

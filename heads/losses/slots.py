@@ -26,10 +26,12 @@ def dpace(chance_R: Tensor, block_R: Tensor, slot_R: Tensor, blocks: int, slots:
     trained_NS = chance_NS >= 0
     smoothed_NS = torch.where(trained_NS, (1 - spec.dpace_alpha) * chance_NS + spec.dpace_alpha, 1.0)
     reached_NS = smoothed_NS.cumprod(1)
-    length_NS = (reached_NS * trained_NS).flip(1).cumsum(1).flip(1)
+    further_NS = trained_NS.float()  # C_m / C_j, summed: without a division, as C_j may underflow
+    for slot in reversed(range(slots - 1)):
+        further_NS[:, slot] += smoothed_NS[:, slot + 1] * further_NS[:, slot + 1]
     weights = {
-        "dpace": length_NS,
+        "dpace": reached_NS * further_NS,
         "dpace_confidence": reached_NS,
-        "dpace_continuation": length_NS / reached_NS,
+        "dpace_continuation": further_NS,
     }
     return weights[spec.slot_weights].flatten()[place_R]

@@ -21,9 +21,9 @@ def test_queries_and_keys_reach_the_attention_in_half_precision(method: str, mon
     """In fp32 it would fall back to whole matrices of scores, in silence."""
     seen: set[torch.dtype] = set()
 
-    def note(q: Tensor, k: Tensor, v: Tensor, own_k: Own, own_v: Own, *rest: Any) -> Tensor:
-        seen.update(x.dtype for x in (q, k, v, *own_k, *own_v))
-        return ttt_attention(q, k, v, own_k, own_v, *rest)
+    def note(q: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, own_k: Own, own_v: Own, plan: Any, scale: float) -> Tensor:
+        seen.update(x.dtype for x in (q, k_BLGD, v_BLGD, *own_k, *own_v))
+        return ttt_attention(q, k_BLGD, v_BLGD, own_k, own_v, plan, scale)
 
     for caller in CALLERS:
         monkeypatch.setattr(caller, "ttt_attention", note)

@@ -93,6 +93,29 @@ def test_block_drafters_are_judged_piece_by_piece(method: str, monkeypatch: pyte
         assert getattr(pieces, name) == pytest.approx(value, rel=1e-5), name
 
 
+def test_a_selector_is_judged_at_the_length_that_is_drafted() -> None:
+    """A shorter draft has a pass of its own, as a head of shorter blocks has in training; without its selector a head drafts as one whose
+    codebook says nothing of any token; and a single candidate is the likeliest token."""
+    target = make_target()
+
+    def held(*, empty: bool = False, size: int = 5, top_k: int = 160) -> HeldOut:
+        head = make_head("dflash2", target, block_size=size, conv_group_size=8, selector_rank=6, selector_top_k=top_k)
+        if empty:
+            torch.nn.init.zeros_(head.candidate_selector.successor_codebook)
+        source = OnlineSource(target, samples(), head.reads.layer_ids)
+        plan = make_heldout_batches(source, list(range(9)), 48, 2)
+        return evaluate_heldout(head.train(), source, plan, 48, target.head, LOSSES["dflash2"], Sampling(1.0), 2)
+
+    whole, shorter, without, alone = held(), held(size=3), held(empty=True), held(top_k=1)
+    assert whole.tau == pytest.approx(shorter.tau, rel=1e-6)
+    figures = whole.more["selector"]
+    assert figures["plain_tau"] == pytest.approx(without.tau, rel=1e-6)
+    assert figures["lift"] == pytest.approx(whole.tau - without.tau, abs=1e-6)
+    assert abs(figures["lift"]) > 1e-3
+    assert figures["recall"] == [1.0] * 4
+    assert alone.more["selector"]["recall"] == alone.more["selector"]["plain_accuracy"]
+
+
 def test_calibration_computes_in_the_precision_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "best").mkdir()
     seen = []

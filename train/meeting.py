@@ -28,8 +28,8 @@ STEP = timedelta(minutes=30)
 """How long processes wait for each other in a step: the longest is a checkpoint, which one of them writes."""
 DATA = timedelta(days=7)
 """How long processes wait for each other while they make answers and hidden states."""
-_SAY_SECONDS, _GRACE = 15.0, 5.0
-"""Seconds between two lines of a process that waits, and until a failure has reached all."""
+_SAY_SECONDS, _GRACE, _SILENT_SECONDS = 15.0, 5.0, 100.0
+"""Seconds between two lines of a process that waits, until a failure has reached all, and without a sign of life."""
 _PEERS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo", "NCCL", "Timed out waiting")
 """How torch says in a RuntimeError that another process is gone."""
 
@@ -42,8 +42,10 @@ class Meeting:
         self.folder: Path | None = None
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._exchanges = 0
+        self._heard: dict[int, tuple[int, float]] = {}
         self._store = self._open()
         self._gather()
+        Thread(target=self._beat, daemon=True).start()
 
     def _open(self) -> Any:
         """Return the store, as soon as the launcher or rank 0 serves it."""
@@ -102,16 +104,35 @@ class Meeting:
         if self.here.main or self.here.local_rank == 0 or "LOCAL_WORLD_SIZE" not in os.environ:
             print(f"{text} ({self.here})", file=self.output, flush=True)
 
-    def _wait_for_key(self, key: str, most: timedelta, say: Callable[[], None] | None = None) -> bool:
-        """Wait until a key is in the store; False after `most`. Raises OthersFailedError where another process has failed."""
+    def _beat(self) -> None:
+        """Count up for as long as this process is there, which the others see."""
+        with suppress(RuntimeError):  # the store is gone with rank 0
+            while True:
+                self._store.add(f"draftsmith/alive/{self.here.rank}", 1)
+                time.sleep(_SAY_SECONDS)
+
+    def _silent(self) -> str:
+        """Return in words which ranks have not counted up since this process first asked, minutes ago."""
+        now = time.monotonic()
+        for rank in range(self.here.size):
+            count = int(self._store.add(f"draftsmith/alive/{rank}", 0))
+            if self._heard.get(rank, (-1, now))[0] != count:
+                self._heard[rank] = (count, now)
+        silent = ", ".join(str(rank) for rank, (_, since) in self._heard.items() if now - since > _SILENT_SECONDS)
+        return f"; nothing is heard of rank {silent}: see there whether it is gone" if silent else ""
+
+    def _until(
+        self, ready: Callable[[], bool], most: timedelta, say: Callable[[], None] | None = None, pause: float = 0.05
+    ) -> bool:
+        """Wait as `wait_until` does. Raises OthersFailedError where another process has failed."""
 
         def there() -> bool:
-            if self._store.check([key]):
+            if ready():
                 return True
             self.end_with_others(0.0)
             return False
 
-        return wait_until(there, most, say, lines=4)
+        return wait_until(there, most, say, lines=4, pause=pause)
 
     @contextmanager
     def first(self) -> Iterator[bool]:
@@ -123,8 +144,8 @@ class Meeting:
             yield True
             self._store.set(done, "done")
             return
-        waiting = "waiting for rank 0, which reads and checks the data"
-        if not self._wait_for_key(done, DATA, lambda: self._say(waiting)):
+        waiting = "waiting for rank 0, which reads and checks the data or has servers answer"
+        if not self._until(lambda: bool(self._store.check([done])), DATA, lambda: self._say(waiting + self._silent())):
             raise UserError(f"Rank 0 has kept {self.here} waiting for 7 days: see there whether it is still at work.")
         yield False
 
@@ -152,18 +173,9 @@ class Meeting:
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until something is ready that other processes make. Raises OthersFailedError where one of them has failed."""
-
-        def there() -> bool:
-            if ready():
-                return True
-            self.end_with_others(0.0)
-            return False
-
         waiting = "waiting for the other processes, which make their share of answers and hidden states"
-        if not wait_until(there, DATA, lambda: self._say(waiting), lines=4, pause=0.2):
-            raise UserError(
-                f"The others have kept {self.here} waiting for 7 days: see there whether they are still at work."
-            )
+        if not self._until(ready, DATA, lambda: self._say(waiting + self._silent()), 0.2):
+            raise UserError(f"The others have kept {self.here} waiting for 7 days: see whether they are still at work.")
 
     def compare(self, facts: dict[str, Any], remedy: str) -> None:
         """Raise UserError, on every process, where a fact is not the same on all of them."""
@@ -182,7 +194,7 @@ class Meeting:
 
     def _read_facts(self, rank: int) -> dict[str, Any]:
         key = f"draftsmith/facts/{self._exchanges}/{rank}"
-        if not self._wait_for_key(key, STEP):
+        if not self._until(lambda: bool(self._store.check([key])), STEP):
             raise UserError(
                 f"Rank {rank} has kept {self.here} waiting for {_minutes(STEP)}: see there what holds it up."
             )

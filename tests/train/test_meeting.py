@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -101,6 +102,21 @@ def test_those_who_wait_end_with_the_one_that_failed() -> None:
     assert str(error) == "data.heldout is 8", "rank 0 says its own sentence, as one process would"
     assert isinstance(ended, OthersFailedError)
     assert ended.code == 2
+
+
+def test_a_process_that_has_vanished_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meetings, "_SAY_SECONDS", 0.02)
+    monkeypatch.setattr(meetings, "_SILENT_SECONDS", 0.5)
+    beat = Meeting._beat
+    monkeypatch.setattr(Meeting, "_beat", lambda met: None if met.rank else beat(met))
+    ends = time.monotonic() + 10
+
+    def wait(met: Meeting) -> str:
+        met.wait(lambda: "nothing is heard of" in met.output.getvalue() or time.monotonic() > ends)
+        return met.output.getvalue()
+
+    said, _ = both(wait, lambda met: None)
+    assert "hidden states; nothing is heard of rank 1: see there" in said
 
 
 def test_a_mistake_that_all_find_is_said_once() -> None:

@@ -96,7 +96,7 @@ def load_target(
         trust_remote_code: run code that comes with the checkpoint.
         gpus: GPUs from `device` on that its layers are spread over, for a target larger than one.
         tensor_parallel: processes that share every layer, as many as `torchrun` has started; all of them call everything alike, and
-            each has the states, logits and answers.
+            each has the states, logits and answers. `gpus` is then 1, and `device` "cuda" where there is a GPU.
 
     Raises:
         UserError: the path, file or architecture cannot be used, or the folder is a draft head's.

@@ -66,11 +66,21 @@ def spread(path: str, config: Any, first: torch.device, count: int, trust_remote
     return places
 
 
-def share(path: str, config: Any, processes: int) -> Any:
-    """Return what tells transformers to split every layer over the processes that were started.
+def share(path: str, config: Any, processes: int, device: torch.device, gpus: int) -> Any:
+    """Return what tells transformers to split every layer over the processes that were started, each of which gets a GPU where there are
+    any.
 
-    Raises UserError where another number of them was started, and for a target that cannot be split so.
+    Raises UserError where another number of them was started, for another device or several GPUs for each, and for a target that
+    cannot be split so.
     """
+    if gpus > 1:
+        raise UserError(f"tensor_parallel is {processes} and gpus {gpus}: choose one, as a process has one GPU.")
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if device != torch.device(kind):
+        raise UserError(
+            f"tensor_parallel is {processes} and device {str(device)!r}, but each process takes a "
+            f"{'GPU by its LOCAL_RANK' if kind == 'cuda' else 'CPU'}: set device to {kind!r}."
+        )
     if (started := int(os.environ.get("WORLD_SIZE", "1"))) != processes:
         raise UserError(
             f"tensor_parallel is {processes}, but {started} process{'es were' if started > 1 else ' was'} started: start "

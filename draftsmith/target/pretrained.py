@@ -106,9 +106,11 @@ def open_model(
     # Each tensor goes straight there: whole models of several processes would not fit into a machine's memory. Quantizers would
     # take a GPU by themselves.
     places = None if where.type == "cpu" and quantized is None else {"": where}
-    if gpus > 1:
+    shared = {}
+    if tensor_parallel > 1:
+        shared = {"distributed_config": share(path, config, tensor_parallel, torch.device(device), gpus)}
+    elif gpus > 1:
         places = spread(path, config, where, gpus, trust_remote_code)
-    shared = {} if tensor_parallel == 1 else {"distributed_config": share(path, config, tensor_parallel)}
     smaller = {"out of memory": ", or take a device with more free memory"}
     with foreign_code(f"Cannot load the target {path}", how_to_read(quantized), smaller):
         model, info = AutoModelForCausalLM.from_pretrained(

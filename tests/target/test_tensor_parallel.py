@@ -1,6 +1,8 @@
 """Two processes that share every layer of a target compute, decode and teach what one does with the whole."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from transformers import AutoModelForCausalLM, StableLmConfig
 import draftsmith
 from draftsmith.errors import UserError
 from tests.models import save_tiny_target
+from tests.pretended_gpu.cuda import pretended_gpu
 from tests.target.looks import check_same, look
 from tests.train.runs import launch_two
 
@@ -54,3 +57,22 @@ def test_what_cannot_be_split_is_one_sentence(
         save_tiny_target(tmp_path / kind, kind)
     with pytest.raises(UserError, match=why):
         draftsmith.load_target(tmp_path / kind, tensor_parallel=processes)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "given", "why"),
+    [
+        (True, {"device": "cuda", "gpus": 2}, "tensor_parallel is 2 and gpus 2: choose one, as a process has one GPU"),
+        (True, {}, "device 'cpu', but each process takes a GPU by its LOCAL_RANK: set device to 'cuda'"),
+        (True, {"device": "cuda:1"}, "device 'cuda:1', but each process takes a GPU by its LOCAL_RANK: set device to 'cuda'"),
+        (False, {"gpus": 2}, "tensor_parallel is 2 and gpus 2"),
+        (False, {"device": "meta"}, "device 'meta', but each process takes a CPU: set device to 'cpu'"),
+    ],
+)  # fmt: skip
+def test_a_device_that_would_not_be_taken_is_refused(
+    gpu: bool, given: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    path = save_tiny_target(tmp_path / "llama", "llama")
+    with pretended_gpu(2) if gpu else nullcontext(), pytest.raises(UserError, match=why):
+        draftsmith.load_target(path, tensor_parallel=2, **given)

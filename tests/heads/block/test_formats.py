@@ -76,7 +76,8 @@ def test_a_published_configuration(tmp_path: Path) -> None:
     path = exported("dflash2", tmp_path / "c", target)
     (path / "draftsmith.json").unlink()
     section = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4], "block_size": 8, "swa_window_size": 12} | SIZES
-    edit(path, dflash_config=section, layer_types=["sliding_attention"] * 2, sliding_window=99)
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 99, "use_sliding_window": True}
+    edit(path, dflash_config=section, **windows)
     assert recognise(path).name == "a DFlash2 head"
     head = load_head(path, target)
     assert (head.window, head.options.block_size) == (12, 8)
@@ -84,7 +85,7 @@ def test_a_published_configuration(tmp_path: Path) -> None:
 
 SIZES = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 7}
 SECTION = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4], **SIZES}
-SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9}
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"is_causal": True}, "causal or sliding attention"),
     ("dflash", {"layer_types": ["sliding_attention"] * 2}, "causal or sliding attention"),
@@ -97,6 +98,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash2", {"is_causal": True}, "causal or sliding attention"),
     ("dflash2", {**SLIDING, "is_causal": None}, "causal or sliding attention"),
     ("dflash2", {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}, "causal or sliding attention"),
+    ("dflash2", {**SLIDING, "use_sliding_window": False}, "layers some of which see a window"),
+    (
+        "dflash2",
+        {
+            **SLIDING,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "dflash_config": {**SECTION, "use_swa": True},
+        },
+        "layers some of which see a window",
+    ),
+    ("dflash2", {**SLIDING, "sliding_window": "9"}, "DFlash2 head"),
+    ("dflash2", {"dflash_config": {**SECTION, "selector_top_k": 2.7}}, "DFlash2 head"),
     ("dflash2", {**SLIDING, "sliding_window": None}, "a sliding attention without a length"),
     ("dflash2", {**SLIDING, "sliding_window": 4}, "head.sliding_window is 4, which a block of 4 slots fills"),
     ("dflash2", {"dflash_config": {**SECTION, "selector_rank": None}}, "DFlash2 head"),

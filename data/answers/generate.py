@@ -54,12 +54,12 @@ def regenerate(
     requests = [Request.seeded(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens, seed) for p in prompts]
     file = _AnswersFile(path, 1 if servers else batch * BATCHES_PER_CHUNK, len(prompts))
     with explain_os_error(path):
-        done = team.tell(lambda: None if path.exists() else _begin(target, requests, file))
-        if done is None:
+        begun = team.tell(lambda: None if path.exists() else _begin(target, requests, file))
+        if begun is None:
             return path
-        earlier, tokens = _Earlier(kept), 0
+        (done, there), earlier = begun, _Earlier(kept)
         own = [chunk for number, chunk in enumerate(file.chunks) if number % team.size == team.rank]
-        own = [chunk for chunk in own if chunk.start >= done and not file.part(chunk).exists()]
+        own = [chunk for chunk in own if chunk.start >= done and chunk.start not in there]
         asked = [requests[i] for chunk in own for i in chunk if servers and earlier.line(prompts[i]) is None]
         answers = answer_all(servers, asked, sampling, batch, target.vocab_size)
         bar = Bar(total=len(prompts), initial=done, desc="answers", unit="answer")
@@ -77,7 +77,7 @@ def regenerate(
                 for answer in islice(made, len(missing)):
                     number = numbers[id(answer.request)]
                     lines[number] = _to_line(prompts[number], answer, tokenizer)
-                    tokens += len(answer.output_ids)
+                    tokens = team.tally(f"tokens in {path}", len(answer.output_ids))
                     shown.update(1)
                     bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
                 file.add(chunk, "".join(lines[i] for i in chunk).encode(), merge=team.rank == 0)
@@ -88,10 +88,11 @@ def regenerate(
     return path
 
 
-def _begin(target: Target, requests: Sequence[Request], file: "_AnswersFile") -> int:
-    """Check what is asked for and get the file ready to go on; return how many answers it holds."""
+def _begin(target: Target, requests: Sequence[Request], file: "_AnswersFile") -> tuple[int, list[int]]:
+    """Check what is asked for and get the file ready to go on; return how many answers it holds, and where chunks begin that have
+    come before their turn: who makes them learns it here, as they are gone once they are put in order."""
     check_requests(target, requests)
-    return file.begin()
+    return file.begin(), [chunk.start for chunk in file.chunks if file.part(chunk).exists()]
 
 
 class _AnswersFile:

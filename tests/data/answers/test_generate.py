@@ -1,6 +1,7 @@
 """Answers by the target: order, seeds, limits, and files cut off anywhere."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from draftsmith.data.answers.generate import read_answers, regenerate
 from draftsmith.data.conversations import templates
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import encode, prepare_prompts
+from draftsmith.data.team import Alone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
@@ -51,6 +53,26 @@ def test_answers_are_in_order_and_depend_on_seed_and_id_only(target: Target, tmp
         assert (row["finish_reason"] == "eos") == (row["output_ids"][-1] in target.eos_ids)
     samples = read_answers(tmp_path / "a.jsonl").samples
     assert [int(s.mask.sum()) for s in samples] == [len(r["output_ids"]) for r in rows]
+
+
+def test_a_chunk_that_came_before_its_turn_is_not_made_again_by_a_process_that_is_late(
+    target: Target, tmp_path: Path
+) -> None:
+    """Rank 0 has put it in order before this one looks."""
+    part, path = tmp_path / "a.jsonl.part-4-8", tmp_path / "a.jsonl"
+
+    class Late(Alone):
+        rank, size = 1, 2
+
+        def tell(self, make: Callable[[], Any]) -> Any:
+            told = make()
+            part.unlink()
+            path.write_text("")
+            return told
+
+    part.write_text("{}\n")
+    answer(target, path, batch=1, talk=TALK[:8], team=Late())
+    assert [file.name for file in tmp_path.iterdir() if "part-" in file.name] == []
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.75, 0.99])

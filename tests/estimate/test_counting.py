@@ -18,6 +18,7 @@ from draftsmith.estimate.figures import parameter_bytes
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.block import base as block_base
 from draftsmith.heads.dflash import DFlashOptions
+from draftsmith.heads.dflash2 import DFlash2Options
 from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.dspark import DSparkOptions
 from draftsmith.heads.eagle1 import Eagle1Options
@@ -57,6 +58,10 @@ CASES: dict[str, tuple[str, Any]] = {
     "dflash": (
         "dflash",
         DFlashOptions([1, 3, 5], 480, block_size=4, mask_token_id=0, num_layers=2, intermediate_size=300),
+    ),
+    "dflash2": (
+        "dflash2",
+        DFlash2Options([1, 3, 5], 480, block_size=4, mask_token_id=0, num_layers=2, selector_rank=24, sliding_window=9),
     ),
     "dspark": ("dspark", DSparkOptions([1, 3], 400, block_size=3, mask_token_id=0, num_layers=2, markov_rank=36)),
     "draft model": (
@@ -106,9 +111,9 @@ def _attention_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def wide(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any, **options: Any) -> Any:
         return backward(grad, q, k, v, out, lse.float(), *rest, **options)
 
-    def attention(q_RHD: Any, k_BLGD: Any, v_BLGD: Any, own_k: Any, own_v: Any, plan: Any, scale: float) -> Any:
-        own = [[x.to(q_RHD.dtype) for x in some] for some in (own_k, own_v)]
-        return merged_attention(q_RHD, k_BLGD.to(q_RHD.dtype), v_BLGD.to(q_RHD.dtype), *own, plan, scale)
+    def attention(q: Any, k_BLGD: Any, v_BLGD: Any, own_k: Any, own_v: Any, plan: Any, scale: Any) -> Any:
+        own = [[x.to(q.dtype) for x in some] for some in (own_k, own_v)]
+        return merged_attention(q, k_BLGD.to(q.dtype), v_BLGD.to(q.dtype), *own, plan, scale)
 
     monkeypatch.setattr(kernels, "_cpu_forward", narrow)
     monkeypatch.setattr(kernels, "_cpu_backward", wide)

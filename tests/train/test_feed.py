@@ -112,12 +112,15 @@ def test_a_batch_of_a_gpu_is_one_copy_of_its_bytes_out_of_pinned_memory(workers:
         gpu.counts.clear()
         sizes = []
         for ours, theirs in zip(batches(feed, 6), slowly(store, head, 6), strict=True):
+            waits = list(gpu.counts.waits)
             assert_equal(ours, theirs)
+            gpu.counts.waits = waits
             sizes.append(ours.ids.untyped_storage().nbytes())
             assert all(x.untyped_storage().data_ptr() == ours.ids.untyped_storage().data_ptr() for x in tensors(ours))
         uploads = [copy for copy in gpu.counts.copies if copy.way.startswith("host to device")]
         assert {copy.way for copy in uploads} == {"host to device, pinned"}
         assert sorted(copy.size for copy in uploads) == sorted(sizes)
+        assert {wait.place.function for wait in gpu.counts.waits} <= {"Buffer.take"}
 
 
 def test_the_next_batch_is_copied_while_a_step_computes(store: FeatureStore) -> None:

@@ -21,7 +21,7 @@ from draftsmith.decoder.decode import check_requests, decode
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.foreign.text import read_json_lines
+from draftsmith.foreign.text import open_file, read_json_lines
 from draftsmith.progress import Bar
 from draftsmith.storage import atomic_path, explain_os_error, fingerprint
 from draftsmith.target.target import Target
@@ -129,7 +129,8 @@ class _AnswersFile:
     def merge(self) -> bool:
         """Put chunks that are next in order, as far as they are there; return whether all are."""
         while self._next < len(self.chunks) and (part := self.part(self.chunks[self._next])).exists():
-            self._append(part.read_bytes())
+            with open_file(part, "make the answers again with --redo answers") as file:
+                self._append(file.read())
             part.unlink()
         return self._next == len(self.chunks)
 

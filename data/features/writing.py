@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import Chunk, Features, Tokenized, plan_chunks
+from draftsmith.data.features.columns import AGAIN
 from draftsmith.data.features.index import (
     INDEX_NAME,
     StoreSpec,
@@ -29,6 +30,7 @@ from draftsmith.data.features.index import (
 )
 from draftsmith.data.features.store import COMMON, checksum, estimate_bytes, shard_layout
 from draftsmith.errors import UserError
+from draftsmith.foreign.text import parse_json
 from draftsmith.storage import atomic_path, explain_os_error, sweep
 
 SHARD_BYTES = 512 * 2**20
@@ -163,10 +165,8 @@ class FeatureWriter:
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 text = file.read(int.from_bytes(file.read(8), "little") if size > 8 else 0)
-            checksums = bytes.fromhex(json.loads(text)["__metadata__"]["checksums"])
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, MemoryError, OverflowError, RecursionError):
+            checksums = bytes.fromhex(parse_json(text, str(path), AGAIN)["__metadata__"]["checksums"])
+        except (OSError, UserError, ValueError, KeyError, TypeError, MemoryError, OverflowError):
             return None
         lengths = self.samples.records["length"][self.shards[number].start : self.shards[number].stop]
         header, body = shard_header(self.spec, int(lengths.sum(dtype=np.int64)), checksums)

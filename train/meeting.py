@@ -4,6 +4,7 @@ They meet at a key-value store at MASTER_ADDR:MASTER_PORT, before anything else;
 steps alone.
 """
 
+import atexit
 import json
 import os
 import secrets
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, TextIO
 
 from draftsmith.errors import StoppedError, UserError, first_line
@@ -43,9 +44,12 @@ class Meeting:
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._exchanges = 0
         self._heard: dict[int, tuple[int, float]] = {}
+        self._ended = Event()
         self._store = self._open()
         self._gather()
-        Thread(target=self._beat, daemon=True).start()
+        self._beating = Thread(target=self._beat, daemon=True)
+        self._beating.start()
+        atexit.register(self._end_beating)
 
     def _open(self) -> Any:
         """Return the store, as soon as the launcher or rank 0 serves it."""
@@ -107,9 +111,14 @@ class Meeting:
     def _beat(self) -> None:
         """Count up for as long as this process is there, which the others see."""
         with suppress(RuntimeError):  # the store is gone with rank 0
-            while True:
+            self._store.add(f"draftsmith/alive/{self.here.rank}", 1)
+            while not self._ended.wait(_SAY_SECONDS):
                 self._store.add(f"draftsmith/alive/{self.here.rank}", 1)
-                time.sleep(_SAY_SECONDS)
+
+    def _end_beating(self) -> None:
+        """When the interpreter ends, no thread may be within the store."""
+        self._ended.set()
+        self._beating.join(1)
 
     def _silent(self) -> str:
         """Return in words which ranks have not counted up since this process first asked, minutes ago."""

@@ -24,11 +24,13 @@ from draftsmith.target.target import Target, TargetOutput
 EAGER = 2
 """Passes of a shape that run kernel by kernel before it is captured, which takes longer than a few of them: the last drafts of an answer
 are shorter than all others."""
+MOST = 32
+"""Graphs that are held; each keeps its logits."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What the target says of a draft: its states at all nodes, and logits_BNV. Those of a graph stay until its next pass."""
+    """What the target says of a draft: its states at all nodes, and logits_BNV. Those of a graph stay until any next pass."""
 
     output: TargetOutput
     logits_BNV: Tensor
@@ -43,7 +45,8 @@ class Passes:
         # With room to spare where it costs little, so that it suffices for the next batch.
         step = 1 if not self.captures else 2048 if rows <= 8 else BUCKET
         self.rows, self.capacity = rows, -(-capacity // step) * step
-        self.cache = KVCache.for_target(target, rows, self.capacity)
+        with torch.inference_mode(False):  # so that another batch may write to them outside of it
+            self.cache = KVCache.for_target(target, rows, self.capacity)
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
         self._seen = Counter[tuple[Any, ...]]()
         self._pool = torch.cuda.graph_pool_handle() if self.captures else None
@@ -54,6 +57,7 @@ class Passes:
         they suffice."""
         kept, target.kept_passes = target.kept_passes, None
         if isinstance(kept, Passes) and kept.rows == rows and kept.capacity >= capacity:
+            kept._target = target
             kept.cache.restart()
             return kept
         del kept  # before the next buffers are allocated
@@ -63,6 +67,7 @@ class Passes:
         """Leave graphs and buffers to the next batch; these passes end."""
         if self._graphs:
             self._target.kept_passes = self
+            del self._target  # which would hold each other
 
     @torch.no_grad()
     def __call__(
@@ -80,15 +85,24 @@ class Passes:
             return Pass(output, self._target.head.logits(output.last))
         self.cache.stage(nodes, longest)
         if key not in self._graphs:
-            if key[0] not in {rows for rows, *_ in self._graphs}:
-                self._graphs.clear()  # of rows that have left
+            if (
+                key[0] not in {rows for rows, *_ in self._graphs} or len(self._graphs) >= MOST
+            ):  # or of rows that have left
+                self._graphs.clear()
+                self._pool = torch.cuda.graph_pool_handle()
+            why = ""
             try:
-                self._graphs[key] = _Graph(self._target, self.cache, draft, visible, layer_ids, self._pool)
+                with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self._target.device):
+                    self._graphs[key] = _Graph(self._target, self.cache, draft, visible, layer_ids, self._pool)
             except RuntimeError as error:
+                why = str(error).splitlines()[0]
+            if why:  # out of the exception, which holds what it had made
                 self.captures = False
+                self._graphs.clear()
                 say(
-                    f"warning: the target's passes cannot be captured as CUDA graphs ({str(error).splitlines()[0]}): their kernels "
-                    "are started one by one, which is slower."
+                    f"warning: the target's passes cannot be captured as CUDA graphs ({why}): their kernels are started one by one, "
+                    "which is slower.",
+                    once=True,
                 )
                 return self(draft, longest, layer_ids)
         return self._graphs[key].run(draft, self.cache.lengths_B)
@@ -106,27 +120,31 @@ class _Graph:
         if visible:
             self._tree = Tree(draft.ancestors_BNN.clone(), self._depth_BN)
         self._static = draft.tree
-        self._target, self._cache, self._visible, self._layer_ids = target, cache, visible, layer_ids
+        self._cache, self._visible, self._layer_ids = cache, visible, layer_ids
         now, aside = torch.cuda.current_stream(target.device), torch.cuda.Stream(target.device)
         aside.wait_stream(now)
         with torch.cuda.stream(aside):
-            oracle = self._body()  # also lets libraries allocate what they keep
+            oracle = self._body(target)  # also lets libraries allocate what they keep
         now.wait_stream(aside)
         self._graph = torch.cuda.CUDAGraph()
+        # The products' workspace lies in the graph's own memory then, which no other graph takes along when it goes.
+        _forget_workspaces()
         # Other threads may go on meanwhile.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._made = self._body()
+        with torch.cuda.graph(self._graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
+            self._made = self._body(target)
+        _forget_workspaces()
+        self._made.logits_BNV.fill_(torch.nan)  # what a graph without kernels would leave
         self._graph.replay()
         expected = oracle.logits_BNV.to(target.dtype)
         if bool(expected.isfinite().all()) and not is_close(self._made.logits_BNV, expected):
             raise RuntimeError("a graph's logits are not those of its kernels one by one")
 
-    def _body(self) -> Pass:
+    def _body(self, target: Target) -> Pass:
         nodes = self._tokens_BN.shape[1]
-        slots = Slots(self._cache, self._target.config, self._lengths_B, nodes, self._visible, self._tree)
+        slots = Slots(self._cache, target.config, self._lengths_B, nodes, self._visible, self._tree)
         positions_BN = self._lengths_B[:, None] + self._depth_BN
-        output = self._target.attend_by(slots.attend, self._tokens_BN, self._layer_ids, positions_BN)
-        return Pass(output, self._target.head.logits(output.last))
+        output = target.attend_by(slots.attend, self._tokens_BN, self._layer_ids, positions_BN)
+        return Pass(output, target.head.logits(output.last))
 
     def run(self, draft: Draft, lengths_B: Tensor) -> Pass:
         """Run the pass over a draft of this shape behind `lengths_B` cached tokens."""
@@ -139,3 +157,8 @@ class _Graph:
                 self._tree.ancestors_BNN.copy_(draft.ancestors_BNN)
         self._graph.replay()
         return self._made
+
+
+def _forget_workspaces() -> None:
+    if forget := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
+        forget()

@@ -135,7 +135,8 @@ def reads_lengths(device: torch.device, dtype: torch.dtype, head_dim: int) -> bo
         return False
     # The operation is private to torch: tried before it is relied on.
     try:
-        wrong = _flash_error(device, dtype, head_dim)
+        cases = [(nodes, window) for nodes in (1, 3) for window in (None, 4)]
+        wrong = next((w for nodes, window in cases if (w := _flash_error(device, dtype, head_dim, nodes, window))), "")
     except RuntimeError as error:
         wrong = str(error).splitlines()[0]
     if wrong:
@@ -145,9 +146,9 @@ def reads_lengths(device: torch.device, dtype: torch.dtype, head_dim: int) -> bo
     return not wrong
 
 
-def _flash_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
-    """Return what is wrong with a small call, "" for nothing: two rows of 5 and 9 keys of 12 slots, three queries each."""
-    generator, used, nodes, slots = torch.Generator().manual_seed(0), (5, 9), 3, 12
+def _flash_error(device: torch.device, dtype: torch.dtype, head_dim: int, nodes: int, window: int | None) -> str:
+    """Return what is wrong with a small call, "" for nothing: two rows of 5 and 9 keys of 12 slots, with so many queries each."""
+    generator, used, slots = torch.Generator().manual_seed(0), (5, 9), 12
     q, k, v = (
         torch.randn(2, n, heads, head_dim, generator=generator, device="cpu").to(device, dtype)
         for n, heads in ((nodes, 4), (slots, 2), (slots, 2))
@@ -157,10 +158,11 @@ def _flash_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> str
         torch.tensor(used, device=device, dtype=torch.int32),
     )
     out = _flash_of(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts * nodes, starts * slots, used_B, (nodes, slots), head_dim**-0.5, None
+        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts * nodes, starts * slots, used_B, (nodes, slots), head_dim**-0.5, window
     )  # fmt: skip
     for row, count in enumerate(used):
         seen = torch.ones(nodes, count, dtype=torch.bool, device=device).tril(count - nodes)
+        seen = seen if window is None else seen.triu(count - nodes - window + 1)
         keys, values = (x[row, :count].float().repeat_interleave(2, 1).transpose(0, 1) for x in (k, v))
         scores = (q[row].float().transpose(0, 1) @ keys.transpose(1, 2)) * head_dim**-0.5
         expected = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1)

@@ -140,6 +140,7 @@ def _answer(session: Session, path: Path, servers: Sequence[AnswerServer], ours:
         kept=session.data.kept("answers", _DATA["answers"]),
         team=Alone() if spec.servers else ours,
     )
+    session.target.kept_passes = None  # whose memory the training needs
     return started
 
 

@@ -151,7 +151,9 @@ def join_projections(layers: Sequence[Any]) -> None:
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
         for parts in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
-            if any(part.bias is not None for part in parts):
+            if (
+                any(part.bias is not None for part in parts) or _joined(parts) is not None
+            ):  # perhaps shared with another target
                 continue
             whole = torch.cat([part.weight for part in parts])
             for part, rows in zip(parts, whole.split([part.out_features for part in parts]), strict=True):

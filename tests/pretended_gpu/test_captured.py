@@ -107,7 +107,7 @@ def test_every_length_has_the_same_operations_on_the_same_memory(gpu: Any, shape
         filled(passes.cache, [length])
         graph._lengths_B.copy_(passes.cache.lengths_B)
         with gpu.record() as recording:
-            graph._body()
+            graph._body(target)
         found.append(recording.operations)
     assert found[0] == found[1] == found[2]
     if not tree:

@@ -115,7 +115,7 @@ class _Graph:
         self, target: Target, cache: KVCache, draft: Draft, visible: int, layer_ids: tuple[int, ...], pool: Any
     ) -> None:
         # Memory of its own, which a graph reads whatever becomes of the draft's.
-        self._tokens_BN, self._lengths_B = draft.tokens_BN.clone(), cache.lengths_B.clone()
+        self._tokens_BN, self._used_B = draft.tokens_BN.clone(), cache.lengths_B.clone()
         self._depth_BN, self._tree = draft.depth_BN.clone(), None
         if visible:
             self._tree = Tree(draft.ancestors_BNN.clone(), self._depth_BN)
@@ -141,15 +141,15 @@ class _Graph:
 
     def _body(self, target: Target) -> Pass:
         nodes = self._tokens_BN.shape[1]
-        slots = Slots(self._cache, target.config, self._lengths_B, nodes, self._visible, self._tree)
-        positions_BN = self._lengths_B[:, None] + self._depth_BN
+        slots = Slots(self._cache, target.config, self._used_B, nodes, self._visible, self._tree)
+        positions_BN = self._used_B[:, None] + self._depth_BN
         output = target.attend_by(slots.attend, self._tokens_BN, self._layer_ids, positions_BN)
         return Pass(output, target.head.logits(output.last))
 
     def run(self, draft: Draft, lengths_B: Tensor) -> Pass:
         """Run the pass over a draft of this shape behind `lengths_B` cached tokens."""
         self._tokens_BN.copy_(draft.tokens_BN)
-        self._lengths_B.copy_(lengths_B)
+        self._used_B.copy_(lengths_B)
         if not draft.linear and (draft.tree is None or draft.tree is not self._static):
             self._static = draft.tree
             self._depth_BN.copy_(draft.depth_BN)

@@ -62,7 +62,7 @@ class Slots:
         self._row_B1 = torch.arange(rows, device=device)[:, None]
         self._slot_BN = lengths_B[:, None] + torch.arange(nodes, device=device)
         self._masks: dict[int | None, Tensor] = {}
-        self._lengths_B, self._tree, self._nodes = lengths_B, tree, nodes
+        self._cached_B, self._tree, self._nodes = lengths_B, tree, nodes
         if tree is None:
             self._used_B = (lengths_B + nodes).int()
             starts = torch.arange(rows + 1, device=device, dtype=torch.int32)
@@ -103,7 +103,7 @@ class Slots:
         """Return what is added to the scores of the P * n queries of a head of keys, the same in every layer of a kind."""
         if window not in self._masks:
             assert self._tree is not None
-            sees = place_mask(self._lengths_B, self._tree.ancestors_BNN, self._visible, self._tree.depth_BN, window)
+            sees = place_mask(self._cached_B, self._tree.ancestors_BNN, self._visible, self._tree.depth_BN, window)
             added = torch.zeros(sees.shape, dtype=dtype, device=sees.device)
             added = added.masked_fill(~sees, torch.finfo(dtype).min)
             self._masks[window] = added.expand(-1, shared, -1, -1).reshape(len(added), 1, -1, self._visible)

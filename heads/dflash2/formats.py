@@ -37,8 +37,9 @@ def load_dflash2_directory(path: Path | str, target: Target) -> DFlash2Head:
         window = config["sliding_window"]
         sizes: dict[str, Any] = {key: operator.index(config[key]) for key in _SIZES}
         sizes |= {"sliding_window": None if window is None else operator.index(window)}
+        drafted = operator.index(config.get("draft_vocab_size") or target.vocab_size)
     options = DFlash2Options(**block.block_options(path, config, target), **sizes)
-    check_sizes(options, target, config.get("draft_vocab_size") or target.vocab_size)
+    check_sizes(options, target, drafted)
     return block.load_block(path, config, target, DFlash2Head, options)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.decoder import cache as cache_module
+from draftsmith.decoder import passes
 from draftsmith.decoder.cache import KVCache, LayerShape, TensorShape, build_mask
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.loop import Loop
@@ -162,7 +162,7 @@ def test_equal_shapes_share_one_buffer(kind: str) -> None:
 def test_prompts_are_read_without_a_mask_as_any_text_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and padded at the end beside a longer one, in rows that were used before."""
     target, ids_BL = make_target(kind), torch.randint(3, 150, (2, 20))
-    monkeypatch.setattr(cache_module, "attention_masks", None)
+    monkeypatch.setattr(passes, "attention_masks", None)
     for rows, rows_b in ((1, None), (2, None), (2, torch.tensor([2, 0]))):
         cache = KVCache.for_target(target, rows if rows_b is None else 3, 24)
         ids_BN, plain = ids_BL[:rows].clone(), target.forward(ids_BL[:rows], layer_ids=(1,))
@@ -228,8 +228,8 @@ def test_every_other_length_derives_from_the_targets_cache(rows: int) -> None:
 
 
 def test_the_three_writers_alone_write_lengths() -> None:
-    """`append`, `commit` and `rollback`; the constructor makes them and `select` permutes them. No other file knows the attribute,
-    whose property cannot be set."""
+    """`append`, `commit` and `rollback`; the constructor and `restart` make them, and `select` permutes them. No other file knows the
+    attribute, whose property cannot be set."""
     with pytest.raises(AttributeError):
         KVCache(SHAPES, 2, 8).lengths_B = torch.zeros(2)
     rooms = ("data", "heads", "train", "eval", "scripts", "draftsmith")
@@ -243,4 +243,4 @@ def test_the_three_writers_alone_write_lengths() -> None:
     writing = {
         one.split("(")[0] for one in methods if re.search(r"\._lengths_B( *(\[.*\] *)?[-+*/]?=[^=]|\.\w+_\()", one)
     }
-    assert writing == {"__init__", "append", "commit", "rollback", "select"}
+    assert writing == {"__init__", "restart", "append", "commit", "rollback", "select"}

@@ -105,7 +105,7 @@ def test_every_length_has_the_same_operations_on_the_same_memory(gpu: Any, shape
     found = []
     for length in lengths:
         filled(passes.cache, [length])
-        graph._lengths_B.copy_(passes.cache.lengths_B)
+        graph._used_B.copy_(passes.cache.lengths_B)
         with gpu.record() as recording:
             graph._body(target)
         found.append(recording.operations)

@@ -62,15 +62,15 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
             anchors=6,
             conv_group_size=8,
             selector_rank=8,
-            selector_top_k=6,
+            selector_top_k=5,
         ),
         None,
     ),
-    "dflash2, draft vocabulary, window": (
+    "dflash2, window": (
         "dflash2",
         DFlash2Options(
             [1, 2],
-            48,
+            None,
             4,
             0,
             1,
@@ -81,7 +81,7 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
             selector_top_k=4,
             sliding_window=7,
         ),
-        VOCAB,
+        None,
     ),
     "dspark, not confident": (
         "dspark",
@@ -144,7 +144,7 @@ def spec(name: str, **changes: Any) -> Spec:
 
 VARIANTS = {
     "dflash, draft vocabulary",
-    "dflash2, draft vocabulary, window",
+    "dflash2, window",
     "dspark, not confident",
     "draft model of the target's layers",
     "eagle3, layers, width, window",

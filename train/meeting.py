@@ -47,9 +47,8 @@ class Meeting:
         self._ended = Event()
         self._store = self._open()
         self._gather()
-        self._beating = Thread(target=self._beat, daemon=True)
-        self._beating.start()
-        atexit.register(self._end_beating)
+        Thread(target=self._beat, daemon=True).start()
+        atexit.register(self._ended.set)
 
     def _open(self) -> Any:
         """Return the store, as soon as the launcher or rank 0 serves it."""
@@ -111,14 +110,8 @@ class Meeting:
     def _beat(self) -> None:
         """Count up for as long as this process is there, which the others see."""
         with suppress(RuntimeError):  # the store is gone with rank 0
-            self._store.add(f"draftsmith/alive/{self.here.rank}", 1)
-            while not self._ended.wait(_SAY_SECONDS):
-                self._store.add(f"draftsmith/alive/{self.here.rank}", 1)
-
-    def _end_beating(self) -> None:
-        """When the interpreter ends, no thread may be within the store."""
-        self._ended.set()
-        self._beating.join(1)
+            while self._store.add(f"draftsmith/alive/{self.here.rank}", 1) and not self._ended.wait(_SAY_SECONDS):
+                pass
 
     def _silent(self) -> str:
         """Return in words which ranks have not counted up since this process first asked, minutes ago."""

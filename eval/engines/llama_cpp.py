@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,17 +162,27 @@ class LlamaServerProcess:
 
 def read_rounds(log: str) -> tuple[EngineRound, ...]:
     """Read the rounds from what the server writes at verbosity 5 with LLAMA_TRACE=1: the best candidate of every draft
-    position, then "accepted a/n draft tokens". A draft may have been made longer than the n tokens that were verified."""
+    position, then "accepted a/n draft tokens". A draft may have been made longer than the n tokens that were verified. Of drafts of a
+    selector (DFlash2) it writes no tokens: they are UNSEEN."""
     rounds, drafted = [], []
     for candidate, accepted, count in _LINES.findall(log):
         if candidate:
             drafted.append(int(candidate))
         else:
-            rounds.append(EngineRound(tuple(drafted[: int(count)]), int(accepted)))
+            rounds.append(EngineRound(tuple(drafted[: int(count)]) or (UNSEEN,) * int(count), int(accepted)))
             drafted = []
     return tuple(rounds)
 
 
+def as_seen(ours: EngineAnswer, theirs: Sequence[EngineAnswer]) -> EngineAnswer:
+    """Return our answer, without its drafted tokens where the server has named none in its answers."""
+    if not any(UNSEEN in round_.drafted for answer in theirs for round_ in answer.rounds):
+        return ours
+    return replace(ours, rounds=tuple(EngineRound((UNSEEN,) * len(r.drafted), r.accepted) for r in ours.rounds))
+
+
+UNSEEN = -1
+"""A drafted token that a log does not name."""
 _LINES = re.compile(r"draft candidate +0, pos +\d+: +(\d+) |accepted +(\d+)/ *(\d+) draft tokens$", re.MULTILINE)
 
 

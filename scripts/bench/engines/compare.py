@@ -28,7 +28,13 @@ from draftsmith.eval.engines.agreement import (
     trace_ours,
     within_text,
 )
-from draftsmith.eval.engines.llama_cpp import DRAFT_MODEL, LlamaServerProcess, ServerSettings, counted_by_llama_cpp
+from draftsmith.eval.engines.llama_cpp import (
+    DRAFT_MODEL,
+    LlamaServerProcess,
+    ServerSettings,
+    as_seen,
+    counted_by_llama_cpp,
+)
 from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.export.export import export_head
@@ -237,7 +243,7 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
         with LlamaServerProcess(program, replace(settings, draft=file), folder / f"{weights}.log") as server:
             version, ends = server.version(), server.end_ids
             answers = [server.complete(r.sample_id, r.prompt_ids, r.max_new_tokens) for r in side.requests]
-        ours = [counted_by_llama_cpp(a, limits[a.sample_id], ends) for a in side.greedy]
+        ours = [as_seen(counted_by_llama_cpp(a, limits[a.sample_id], ends), answers) for a in side.greedy]
         found = greedy_row(side, ours, answers)
         if weights != "f32":
             # Other weights draft other tokens; the target's answers are the same.

@@ -72,6 +72,7 @@ PLANS = (
     HeadPlan("dflash", "dflash", ("dflash_llama_cpp",), "block_size=6"),
     # On CPUs vLLM 0.32 takes the first layer's norm of keys for the context of all layers, so one layer is what agrees.
     HeadPlan("dflash of one layer", "dflash", ("dflash",), "block_size=6 num_layers=1 draft_vocab_size=512", 60),
+    HeadPlan("dflash2", "dflash2", ("dflash2_llama_cpp",)),
     HeadPlan("dspark", "dspark", ("dspark_llama_cpp",), "block_size=5"),
     HeadPlan("draft model, trained", "draft_model", ("draft_model",)),
     HeadPlan("medusa", "medusa", ("medusa_vllm",)),

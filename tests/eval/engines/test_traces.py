@@ -17,7 +17,14 @@ from draftsmith.decoder.drafters.draft_model import DraftModel
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import EngineAnswer, EngineRound, compare_answers, logit_gaps, trace_ours
-from draftsmith.eval.engines.llama_cpp import LlamaServerProcess, ServerSettings, counted_by_llama_cpp, read_rounds
+from draftsmith.eval.engines.llama_cpp import (
+    UNSEEN,
+    LlamaServerProcess,
+    ServerSettings,
+    as_seen,
+    counted_by_llama_cpp,
+    read_rounds,
+)
 from draftsmith.target.target import Target
 from tests.models import tiny_model
 
@@ -159,6 +166,11 @@ LOG = """\
 def test_rounds_in_the_log_of_llama_server() -> None:
     assert read_rounds(LOG) == (EngineRound((70, 262), 2), EngineRound((5,), 0))
     assert read_rounds("") == ()
+    hidden = read_rounds("I slot: accepted  2/ 3 draft tokens\n")
+    assert hidden == (EngineRound((UNSEEN,) * 3, 2),)
+    theirs, ours = EngineAnswer("a", (1, 2), hidden), EngineAnswer("a", (1, 2), (EngineRound((7, 8, 9), 2),))
+    assert as_seen(ours, [theirs]) == theirs
+    assert as_seen(ours, [ours]) == ours
 
 
 def answer(

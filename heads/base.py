@@ -197,6 +197,8 @@ class Trains:
     no_muon: tuple[str, ...] = ()
     """Parts of names of matrices that AdamW trains where the optimizer is Muon, besides embeddings and output
     projections: those that are no full weight matrices within the head, such as low-rank factors and depthwise kernels."""
+    no_decay: tuple[str, ...] = ()
+    """Parts of names of kernels that begin as gains of 1, which no weight decay pulls to 0."""
     measured_on_target: tuple[str, ...] = ()
     """Attributes that `build` measures on the target and no tensor holds: a resumed training takes the saved values."""
 

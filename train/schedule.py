@@ -17,7 +17,7 @@ from xxhash import xxh3_64_hexdigest
 
 from draftsmith.data.batch import WINDOW_SHARDS, plan_batches
 from draftsmith.data.features.store import FeatureSource
-from draftsmith.heads.base import DraftHead
+from draftsmith.heads.base import DraftHead, Trains
 from draftsmith.machine import faster_in_bf16
 from draftsmith.recipe.schema import TrainSpec
 
@@ -89,17 +89,18 @@ _Groups = dict[tuple[float, bool], list[nn.Parameter]]
 
 def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optimizer]:
     """Return the optimizers of a head's trainable parameters, one group per multiple of the learning rate that the head
-    names (`DraftHead.lr_factor`), norms, biases and kernels that begin as gains of 1 apart, which no weight decay pulls to 0; every group remembers its peak
-    as `peak_lr`."""
+    names (`DraftHead.lr_factor`), norms, biases and `Trains.no_decay` apart, which no weight decay pulls to 0; every group
+    remembers its peak as `peak_lr`."""
     matrices: _Groups = {}
     others: _Groups = {}
     factor_of = head.lr_factor if isinstance(head, DraftHead) else lambda name: 1.0
-    no_muon = ("lm_head", "embed_tokens", *(head.trains.no_muon if isinstance(head, DraftHead) else ()))
+    trains = head.trains if isinstance(head, DraftHead) else Trains()
+    no_muon = ("lm_head", "embed_tokens", *trains.no_muon)
     for name, parameter in head.named_parameters():
         if parameter.requires_grad:
             inner = parameter.ndim == 2 and not any(part in name for part in no_muon)
             chosen = matrices if inner and spec.optimizer == "muon" else others
-            decays = not spec.weight_decay or (parameter.ndim > 1 and not name.endswith("base_kernel"))
+            decays = not spec.weight_decay or (parameter.ndim > 1 and not any(part in name for part in trains.no_decay))
             chosen.setdefault((factor_of(name), decays), []).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:

@@ -69,7 +69,7 @@ def extract(
     total, left = sum(lengths), sum(lengths[i] for number in missing for i in writer.shards[number])
     with Bar(total=total, initial=total - left, unit="tok", unit_scale=True, desc="extract") as bar:
         shown = SharedBar(team, f"tokens in {path}", bar)
-        # Two chunks are in memory at most: one that is written, and the passes of the next one.
+        # In memory are the samples of a shard that are still to be written, and CHUNK_BATCHES passes at most.
         with Behind(CHUNK_BATCHES) as behind:
             passes = _Passes(target, writer.spec, writer.samples, _Earlier(kept, writer.spec), behind)
             for number, (chunks, shards) in enumerate(writer.shares):

@@ -17,6 +17,7 @@ from draftsmith.progress import hush, said, say
 from draftsmith.recipe.parse import find_file
 from draftsmith.recipe.record import DATA_STAGES
 from draftsmith.recipe.schema import Recipe, TrainSpec
+from draftsmith.stages.data import kept_warnings
 from draftsmith.stages.pipeline import COMMAND_STAGES, make_stages
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import learned
@@ -178,9 +179,8 @@ def launch(session: Session, asked: Launch, command: str, words: list[str]) -> N
     if code:
         raise SystemExit(code)
     for stage in DATA_STAGES:
-        record = session.data.record(stage)
-        found = () if record is None else record.facts.get("warnings", ())
-        hush(f"{stage}: reusing {session.directory(stage).path}", *(f"warning: {text}" for text in found))
+        warned = (f"warning: {text}" for text in kept_warnings(session, stage))
+        hush(f"{stage}: reusing {session.directory(stage).path}", *warned)
 
 
 def run_launcher(words: list[str], processes: int) -> int:

@@ -102,10 +102,16 @@ def answers_stage(session: Session) -> Path | None:
     return path
 
 
+def kept_warnings(session: Session, stage: str) -> Sequence[str]:
+    """Return what was warned of when the data of a stage were made."""
+    record = session.data.record(stage)
+    found: Sequence[str] = () if record is None else record.facts.get("warnings", ())
+    return found
+
+
 def _warn_again(session: Session, stage: str) -> None:
     """Warn of what was found when the data of a finished stage were made, for the results of this run."""
-    record = session.data.record(stage)
-    for text in () if record is None else record.facts.get("warnings", ()):
+    for text in kept_warnings(session, stage):
         session.warn(text)
 
 

@@ -119,7 +119,8 @@ class DFlash2Head(BlockHead):
         self.drafts = replace(self.drafts, own_pass=True)
         # A codebook has the shape of an embedding, and a kernel that of a stack of vectors.
         small = ("codebook", "base_kernel", "kernel_projection", "hidden_projection")
-        self.trains = replace(self.trains, outputs=frozenset({"selector"}), no_muon=small)
+        outputs = frozenset({"selector"})
+        self.trains = replace(self.trains, outputs=outputs, no_muon=small, no_decay=("base_kernel",))
 
     @classmethod
     def build(cls, options: DFlash2Options, target: Target, draft_vocab: Tensor | None) -> Self:  # type: ignore[override]

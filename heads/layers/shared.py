@@ -62,7 +62,7 @@ class _Shared(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a shared table: its first tensor [T, n], and the number of each row, [R], no number twice."""
+    """Rows of a shared table: its first tensor [T, n], and the number of each row, [R]."""
 
     table: Shared
     index: Tensor

@@ -17,6 +17,8 @@ from draftsmith.heads.losses.divergences import Teacher
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.selector import choose
 from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.recipe.schema import TrainSpec
+from draftsmith.train.schedule import build_optimizers
 from tests.heads.blocks import LOSSES, make_head, make_target, packed, requests, trained
 
 pytestmark = pytest.mark.full
@@ -125,6 +127,15 @@ def test_the_selector_learns_its_label_among_the_candidates() -> None:
         scores = torch.stack([logits[r, b] + query[r] @ B[b] for b in tokens])
         expected = -scores.log_softmax(-1)[tokens.index(int(label[r]))] if label[r] >= 0 else torch.zeros(())
         assert found.loss_R[r].item() == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_weight_decay_leaves_the_gains_of_convolutions_alone() -> None:
+    head = make_head("dflash2", make_target(), **SMALL)
+    names = {id(p): name for name, p in head.named_parameters()}
+    for optimizer in build_optimizers(head, TrainSpec(weight_decay=0.1)):
+        for group in optimizer.param_groups:
+            for name in (names[id(p)] for p in group["params"]):
+                assert ("base_kernel" in name or "norm" in name) == (group["weight_decay"] == 0), name
 
 
 @pytest.mark.parametrize("labels", ["teacher", "data"])

@@ -149,7 +149,8 @@ def train(session: Session, launch_: Launch, words: list[str]) -> bool:
     if learned(session):
         return not launch_.machine
     if _spreads(session, launch_) and not launch_.machine:
-        make_stages(session, "extract")  # here; the processes train from the store, for which they load no layers
+        # Here; the processes train from the store, for which they load no layers.
+        make_stages(session, "train", train_here=False)
     launch(session, launch_, "train", words)
     hush(
         f"train: reusing {session.run.path}",

@@ -51,16 +51,24 @@ class Made:
     export: Path | None = None
 
 
-def make_stages(session: Session, command: str, show: Callable[[list[Path]], None] = lambda results: None) -> Made:
-    """Make the stages of `draftsmith COMMAND` in order, each from what earlier ones made; finished ones are reused. show:
-    receives the result files as soon as they are written."""
+def make_stages(
+    session: Session,
+    command: str,
+    show: Callable[[list[Path]], None] = lambda results: None,
+    *,
+    train_here: bool = True,
+) -> Made:
+    """Make the stages of `draftsmith COMMAND` in order, each from what earlier ones made; finished ones are reused.
+
+    show: receives the result files as soon as they are written. train_here: False ends before a training that
+    `session.processes` are to carry out, of which all but the training itself is checked."""
     try:
-        return _make_stages(session, command, show)
+        return _make_stages(session, command, show, train_here)
     finally:
         session.put_back()  # what --redo set aside for a stage that came to nothing
 
 
-def _make_stages(session: Session, command: str, show: Callable[[list[Path]], None]) -> Made:
+def _make_stages(session: Session, command: str, show: Callable[[list[Path]], None], train_here: bool) -> Made:
     stages, made, start = COMMAND_STAGES[command], Made(), None
     if met := meeting():
         met.check_shared("--output_dir", session.recipe.run_dir)
@@ -74,6 +82,8 @@ def _make_stages(session: Session, command: str, show: Callable[[list[Path]], No
         made.answers = answers_stage(session)
     if "features" in stages:
         start = _make_features(session, made, training="train" in stages)
+    if not train_here:
+        return made
     if start is not None and made.features is not None:
         made.head = train_stage(session, start, made.features)
     if "evaluate" in stages or "simulate" in stages:
@@ -99,9 +109,9 @@ def _make_features(session: Session, made: Made, *, training: bool) -> Start | N
         nonlocal start
         known, before = stored_samples(session), len(session.warnings)
         made.samples = load_samples(session, made.answers) if known is None else known
-        if ours.size > len(made.samples):
+        if session.processes > len(made.samples):
             raise UserError(
-                f"{ours.size} processes were started for {len(made.samples)} samples, so that some would have none: start fewer, or "
+                f"{session.processes} processes were started for {len(made.samples)} samples, so that some would have none: start fewer, or "
                 "add data."
             )
         about = session.warnings[before:]

@@ -3,8 +3,8 @@
 import gc
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +36,7 @@ from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.parts import PARTS, TargetParts, open_parts
 from draftsmith.target.pretrained import weights_directory
 from draftsmith.target.target import Target, describe_context
-from draftsmith.train.meeting import STEP, meeting
+from draftsmith.train.meeting import meeting
 from draftsmith.train.process import world
 
 
@@ -44,7 +44,7 @@ class Session:
     """A recipe, its run directory, and what several stages load only once.
 
     redo: stages to make again. head: the folder of the head to measure or export, or of its run; None for this run's own.
-    training: nothing comes after the training. processes: of the training. again: how its command is given again: the folder, and the words that name the recipe.
+    training: nothing comes after the training. processes: that train, or make the data. again: how its command is given again: the folder, and the words that name the recipe.
     """
 
     def __init__(
@@ -320,17 +320,3 @@ def choose_device(named: str) -> str:
 def team() -> Team:
     """Return the processes that share the work of this command."""
     return meeting() or Alone()
-
-
-@contextmanager
-def main_process_first(device: str) -> Iterator[bool]:
-    """Let one process make the files that all of them then reuse; yield whether this is that process."""
-    met = meeting()
-    if met is None:
-        yield True
-        return
-    from accelerate import PartialState  # here, as it is slow to import and one process needs none
-
-    PartialState(cpu=device == "cpu", timeout=STEP)
-    with met.first() as first:
-        yield first

@@ -32,14 +32,14 @@ from draftsmith.progress import say
 from draftsmith.recipe.record import FOLLOWERS, flat_inputs
 from draftsmith.stages.data import answer_inputs, feature_inputs, head_layers, stored_layers
 from draftsmith.stages.drafters import head_digest, load_warm, warm_folder
-from draftsmith.stages.session import Session, main_process_first
+from draftsmith.stages.session import Session, team
 from draftsmith.storage import fingerprint
 from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.gguf_file import model_folder
 from draftsmith.target.shape import shape_of
 from draftsmith.train import loop
 from draftsmith.train.checkpoints import window_of
-from draftsmith.train.meeting import meeting
+from draftsmith.train.meeting import STEP, meeting
 from draftsmith.train.process import world
 from draftsmith.train.schedule import TrainData
 
@@ -86,9 +86,10 @@ def train_stage(session: Session, start: Start, features: FeatureSource) -> Path
     if met := meeting():
         met.folder = folder
         met.compare(flat_inputs(inputs), "start all processes with the same recipe, models and options")
-    with main_process_first(session.device) as main:
-        done = session.begin("train", _with_equal_batch(session, inputs, folder))
-    if not done:
+        from accelerate import PartialState  # here, as it is slow to import and one process needs none
+
+        PartialState(cpu=session.device == "cpu", timeout=STEP)
+    if not team().tell(lambda: session.begin("train", _with_equal_batch(session, inputs, folder))):
         loop.train(
             session.recipe,
             session.target,
@@ -96,7 +97,7 @@ def train_stage(session: Session, start: Start, features: FeatureSource) -> Path
             TrainData(features, start.train, start.heldout, flat_inputs(inputs)),
             folder,
         )
-        if main:
+        if world().main:
             session.finish("train", read_object(folder / "summary.json", "add --redo train") | start.facts())
             past = read_history(session.recipe.run_dir)
             for line in () if past is None else tell(past):

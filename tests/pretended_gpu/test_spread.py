@@ -97,6 +97,24 @@ def test_a_launch_finds_the_data_that_one_process_made_on_all_gpus(
 
 
 @pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--data.heldout", "6"], "data.heldout is 6 but there are only 6 answers: lower it"),
+        (["--train.row_tokens", "8"], "Only 0 of 6 samples fit train.row_tokens=8, and data.heldout takes 2: raise"),
+        (["--data.limit", "1"], "2 processes were started for 1 samples, so that some would have none: start fewer"),
+    ],
+)
+def test_mistakes_of_a_launched_training_show_before_one_process_makes_its_data(
+    options: list[str], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launching, "run_launcher", None)
+    with pretended_gpu(2):
+        assert main(["train", *_words(tmp_path), "--head.layer_ids", "[2, 4, 6]", *options]) == 2
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / "run" / "features").exists()
+
+
+@pytest.mark.parametrize(
     ("command", "method", "options", "why"),
     [
         (

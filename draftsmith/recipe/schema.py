@@ -191,6 +191,8 @@ class ExportSpec:
     """Write embed_tokens too; engines share the target's when it is left out."""
     tensor_parallel: int = field(default=1, metadata=LATER | within(1, 1024))
     """GPUs that an engine will split the draft over; the export refuses what none of the layout's engines could split."""
+    engine_version: str | None = field(default=None, metadata=LATER)
+    """The engine that will load the export and its version, such as `vllm=0.33.0`; a version that is known not to is warned of."""
     adapter: Literal["merge", "keep"] | None = field(default=None, metadata=LATER)
     """Heads that tune their target (Medusa-2), what is written next to them: merge, which null stands for, a whole model, the
     adapter merged into its weights; keep, the adapter alone, for the original target."""

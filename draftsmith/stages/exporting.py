@@ -14,7 +14,7 @@ from draftsmith.heads.export.export import convert_head, export_head, replaced_f
 from draftsmith.heads.export.readme import README, open_with
 from draftsmith.heads.export.tuned import FOLDERS, replaceable, write_adapter, write_merged
 from draftsmith.heads.formats.engines import ENGINES, Adapter
-from draftsmith.heads.formats.layout import default_layout, layouts_of
+from draftsmith.heads.formats.layout import default_layout, find_layout, layouts_of, version_notice
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.formats.schema import target_reference
 from draftsmith.heads.record import check_made_for, read_record
@@ -71,6 +71,10 @@ def export_stage(session: Session) -> Path:
     check_made_for(folder, session.target, session.warn)
     recorded = read_record(folder)
     options = export_options(recipe, head.method)
+    if spec.engine_version and (
+        notice := version_notice(find_layout(options["layout"], head.method), spec.engine_version)
+    ):
+        session.warn(notice)
     destination = recipe.run_dir / "export" / options["layout"]
     target, kind, tuned_folder = session.target, spec.adapter or "merge", None
     if "tuned" in head.trains.outputs:
@@ -87,7 +91,7 @@ def export_stage(session: Session) -> Path:
         "target.dtype": session.target.dtype_name if spec.dtype == "auto" else None,
         "identity": {name: getattr(now, name) for name in ("tokenizer", "chat_template", "eos_ids")},
         # Not the layout: one run may be exported for several engines.
-        "export": fingerprint_fields(spec, ["layout"]),
+        "export": fingerprint_fields(spec, ["layout", "engine_version"]),
         "num_speculative_tokens": options["num_speculative_tokens"],
     }
     files = convert_head(head, target, **options)  # refuses before an old export is removed

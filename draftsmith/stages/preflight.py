@@ -8,7 +8,7 @@ from draftsmith.estimate.counting import HeadCost
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
-from draftsmith.heads.formats.layout import engines_notice, find_layout, layouts_of
+from draftsmith.heads.formats.layout import engines_notice, find_layout, layouts_of, version_notice
 from draftsmith.heads.layers.decoder_layer import EagleAttention
 from draftsmith.heads.layers.ttt_attention import why_eager
 from draftsmith.heads.vocab import choose_draft_vocab
@@ -208,6 +208,8 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
             layout = find_layout(options["layout"], recipe.method)
             rules = {e: rule for e in layout.engines if (rule := layout.blocking_rule(e, files, target, head.served()))}
             blocked = {engine: f"{rule.why} ({rule.what}); {rule.instead}" for engine, rule in rules.items()}
-            if notice := engines_notice(layout, recipe.target.path, target.identity.architectures, blocked):
+            found = [engines_notice(layout, recipe.target.path, target.identity.architectures, blocked)]
+            found += [version_notice(layout, version) for version in (recipe.export.engine_version,) if version]
+            for notice in filter(None, found):
                 say(f"warning: {notice}")
     return head

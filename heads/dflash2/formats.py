@@ -123,6 +123,7 @@ LAYOUTS = (
                     '`"draft_sample_method": "probabilistic"` it draws them, as draftsmith does.',
                 ),
                 needs="states",
+                since="0.28",
             )
         },
     ),

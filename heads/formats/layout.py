@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import gt, lt
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ class Served:
         rules: Heads that it does not compute.
         caveats: What no file can settle, for those who start it.
         needs: What the drafts need of the target's class, see targets.json; "" where every class that is served will do.
-        until: Its last version that reads the layout.
+        since: Its first version that reads the layout.
+        until: Its last one.
         reserved: Words in the path of a draft that it takes for a method.
     """
 
@@ -70,6 +72,7 @@ class Served:
     rules: tuple[Rule, ...] = ()
     caveats: tuple[str, ...] = ()
     needs: str = ""
+    since: str = ""
     until: str = ""
     reserved: re.Pattern[str] | None = None
 
@@ -260,6 +263,36 @@ def _elsewhere(layout: Layout, architectures: Sequence[str] | None) -> str:
         able = [ENGINES[e].title for e in draft if ENGINES[e].split is not None]
         ways = [f"train the method draft_model, which {joined(able)} serve for any class of targets"]
     return ", or ".join(ways)
+
+
+def version_notice(layout: Layout, engine_version: str) -> str | None:
+    """Return a sentence where an engine of that version does not read a layout, None where it does as far as anybody knows.
+
+    engine_version: ENGINE=VERSION. Raises UserError where it is not that, and where no version of the engine reads the layout.
+    """
+    engine, _, version = engine_version.partition("=")
+    if not (numbers := re.findall(r"\d+", version)):
+        raise UserError(
+            f"export.engine_version is {engine_version!r}: name the engine and its version, such as vllm=0.33.0."
+        )
+    if (served := layout.engines.get(engine)) is None:
+        raise UserError(
+            f"export.engine_version is {engine_version!r}, but the layout {layout.name} is read by "
+            f"{joined(list(layout.engines), 'or')}: name that engine, or set export.layout."
+        )
+
+    def order(bound: str) -> tuple[list[int], list[int]]:
+        known = [int(number) for number in bound.split(".")]
+        return [int(number) for number in numbers[: len(known)]], known
+
+    early, late = (
+        bool(bound) and compare(*order(bound)) for bound, compare in ((served.since, lt), (served.until, gt))
+    )
+    if not early and not late:
+        return None
+    bound = f"from {served.since} on" if early else f"up to {served.until}"
+    title = ENGINES[engine].title
+    return f"{title} {version} does not load the layout {layout.name}, which {title} reads {bound}: serve it with such a version."
 
 
 def _named(architectures: Sequence[str] | None) -> str:

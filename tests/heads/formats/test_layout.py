@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.errors import UserError
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.engines import ENGINES
-from draftsmith.heads.formats.layout import TARGETS, drafts_for, engines_notice, layouts, target_obstacle
+from draftsmith.heads.formats.layout import (
+    TARGETS,
+    drafts_for,
+    engines_notice,
+    layouts,
+    target_obstacle,
+    version_notice,
+)
 from scripts.bench.engines.targets import main
 from tests.exports import PLAIN, make_target
 
@@ -50,6 +58,35 @@ def test_a_list_is_of_the_version_that_the_record_names(engine):
 def test_an_engine_drafts_for_a_class_or_not_or_nobody_knows(engine, needs, kind, expected):
     assert drafts_for(engine, needs, [kind]) is expected
     assert drafts_for(engine, needs, None) is (None if needs else True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "version", "expected"),
+    [
+        ("medusa_vllm", "vllm=0.32.1", None),
+        ("medusa_vllm", "vllm=0.33.0", "vLLM 0.33.0 does not load the layout medusa_vllm, which vLLM reads up to 0.32"),
+        ("medusa_vllm", "vllm=v1.0", "reads up to 0.32"),
+        ("dflash2", "vllm=0.9.2", "reads from 0.28 on"),
+        ("dflash2", "vllm=0.28", None),
+        ("eagle3", "sglang=0.5.23", None),
+    ],
+)
+def test_a_version_that_does_not_load_a_layout_is_warned_of(layout, version, expected):
+    notice = version_notice(layouts()[layout], version)
+    assert notice is None if expected is None else expected in notice
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("0.33.0", "name the engine and its version"),
+        ("vllm", "name the engine and its version"),
+        ("tgi=2.0", "is read by vllm: name that engine, or set export.layout"),
+    ],
+)
+def test_a_version_of_no_engine_is_refused(version, words):
+    with pytest.raises(UserError, match=f"export.engine_version is '{version}'.*{words}"):
+        version_notice(layouts()["medusa_vllm"], version)
 
 
 @pytest.mark.parametrize("name", layouts())

@@ -18,7 +18,11 @@ from scripts.bench.pages import markdown_table
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE, RESULTS = ROOT / "docs" / "engines.md", ROOT / "docs" / "results" / "engines"
-PAGES = [ROOT / "README.md", PAGE, *(ROOT / "docs" / f"{name}.md" for name in ("drafters", "export", "train-a-head"))]
+PAGES = [
+    ROOT / "README.md",
+    PAGE,
+    *(ROOT / "docs" / f"{name}.md" for name in ("algorithms", "drafters", "export", "train-a-head")),
+]
 _RECORD = ROOT / "heads" / "formats" / "served.json"
 BLOCK = re.compile(r"(<!-- engines: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 METHOD_TITLES = {
@@ -226,8 +230,10 @@ def read_by(methods: str) -> str:
     found = []
     for engine, known in ENGINES.items():
         ends = [one.until for e, one in served if e == engine]
+        begins = [one.since for e, one in served if e == engine]
         if ends:
-            found.append(known.title + ("" if "" in ends else f" up to {max(ends)}"))
+            first = "" if "" in begins else f" from {min(begins)}"
+            found.append(known.title + first + ("" if "" in ends else f" up to {max(ends)}"))
     return ", ".join(found)
 
 

@@ -82,6 +82,7 @@ make_peagle = maker("peagle", VOCAB, **READS, depths=4, num_hidden_layers=2)
 make_eagle1 = maker("eagle1")
 make_draft_model = maker("draft_model")
 make_dflash = maker("dflash", **BLOCK, block_size=4)
+make_jetspec = maker("jetspec", **BLOCK, block_size=4)
 make_dflash2 = maker("dflash2", **BLOCK, block_size=4, conv_group_size=8, selector_rank=6, selector_top_k=7)
 make_medusa = maker("medusa", drafting=False, num_heads=3)
 make_hydra = maker("hydra", drafting=False, num_heads=3)
@@ -102,6 +103,7 @@ PLAIN = {
     "eagle1": make_eagle1,
     "eagle3": make_eagle3,
     "hydra": make_hydra,
+    "jetspec": make_jetspec,
     "medusa": make_medusa,
     "peagle": make_peagle,
 }

@@ -86,6 +86,7 @@ SMALL_HEADS: dict[str, dict[str, Any]] = {
     "eagle1": {"aligned_passes": 3},
     "eagle3": {"layer_ids": [2, 4, 6], "ttt_steps": 3},
     "hydra": {"num_heads": 3, "prefix_attention": True},
+    "jetspec": _BLOCK,
     "medusa": {"num_heads": 3},
     "medusa2": {"num_heads": 3, "lora_r": 4, "lora_dropout": 0.0},
     "peagle": {"layer_ids": [2, 4, 6], "depths": 3, "num_hidden_layers": 2, "mask_token_id": 0},

@@ -7,8 +7,8 @@ Shapes: B batch rows, L tokens, n tokens of one decoding call, R query rows (fla
 [B, n] or [R, S].
 
 Row t has the root x_{t+1} at position a = t + 1. Its block is [x_a, MASK, .., MASK] at the positions a..a+S-1; every
-slot sees the whole block, and the text before the root through the target's aux streams of the positions up to t: they
-are fused once, and give each layer keys and values with nothing else in between. The target's own embeddings and output
+slot sees the whole block (a causal one: what is before it, and itself), and the text before the root through the target's aux
+streams of the positions up to t: they are fused once, and give each layer keys and values with nothing else in between. The target's own embeddings and output
 projection are used, frozen. A layer is Qwen3's, with norms of queries and keys.
 """
 
@@ -92,6 +92,10 @@ class BlockHead(DraftHead):
 
     options_class: ClassVar[type[BlockOptions]]
     first_slot: int
+    causal: ClassVar[bool] = False
+    """Whether a slot sees no slot behind it."""
+    whole: ClassVar[bool] = True
+    """Whether a draft of any length fills in a whole block. False: a block as long as the draft."""
     window: int | None = None
     """How many positions a slot sees, its own the last of them; None for all."""
 
@@ -140,8 +144,8 @@ class BlockHead(DraftHead):
         return PlainLayer(self.config, BlockAttention(self.config))
 
     def slots(self, tokens: int) -> int:
-        """Return the slots of a block that drafts so many tokens: a whole one, however many are asked for."""
-        return self.options.block_size
+        """Return the slots of a block that drafts so many tokens."""
+        return self.options.block_size if self.whole else self.first_slot + tokens
 
     @abstractmethod
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
@@ -158,9 +162,9 @@ class BlockHead(DraftHead):
             yield mask_BL & chosen_BL
 
     def engine_draft_length(self, num_speculative_tokens: int) -> int:
-        """Return the length of the trained block: engines fill in a shorter one for fewer tokens, which the head has
-        never seen."""
-        return self.trains.steps
+        """Return the length of the trained block where a head fills in whole ones: engines fill in a shorter one for fewer tokens,
+        which it has never seen."""
+        return self.trains.steps if self.whole else self.clamp_draft_length(num_speculative_tokens)
 
     def plan(self, batch: TrainBatch, num_steps: int) -> Plan:
         """As `DraftHead.plan`: the blocks of the rows of step 0, in training all at once."""
@@ -225,20 +229,26 @@ class BlockHead(DraftHead):
             q_RSND = rotate(attention.query(y_RSH), *rotation)
             k_RSGD, v_RSGD = attention.key_value(y_RSH)
             own_k, own_v = (x.transpose(0, 1) for x in (rotate(k_RSGD, *rotation), v_RSGD))
-            attend = partial(ttt_attention, k_BLGD=k_BLGD, v_BLGD=v_BLGD, own_k=(own_k,), own_v=(own_v,))
-            x_RSH = layer.layer_output(self._attend(attend, q_RSND, plan), residual_RSH)
+            attend = partial(ttt_attention, k_BLGD=k_BLGD, v_BLGD=v_BLGD)
+            x_RSH = layer.layer_output(self._attend(attend, q_RSND, own_k, own_v, plan), residual_RSH)
         return x_RSH
 
-    def _attend(self, attend: Callable[..., Tensor], q_RSND: Tensor, plan: RowPlan) -> Tensor:
-        """Return the attention [R, S, N, D] of the slots. To `attend`, which knows the keys, each slot is a further query head of its row,
-        and the block's keys are the row's own."""
+    def _attend(
+        self, attend: Callable[..., Tensor], q_RSND: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, plan: RowPlan
+    ) -> Tensor:
+        """Return the attention [R, S, N, D] of the slots, whose keys and values are given; `attend` knows the text's."""
         S, G, scale = q_RSND.shape[1], self.config.num_key_value_heads, self.config.head_dim**-0.5
-        if self.window is None:
-            out = attend(q_RSND.unflatten(2, (G, -1)).transpose(1, 2).flatten(1, 3), plan=plan, scale=scale)
+        if self.window is None and not self.causal:
+            # Each slot is a further query head of its row, and the block's keys are the row's own.
+            heads = q_RSND.unflatten(2, (G, -1)).transpose(1, 2).flatten(1, 3)
+            out = attend(heads, own_k=(k_SRGD,), own_v=(v_SRGD,), plan=plan, scale=scale)
             return out.unflatten(1, (G, S, -1)).transpose(1, 2).flatten(2, 3)
-        # Slot i is i + 1 positions behind the row, and sees so many tokens less of the text.
-        windows = [self.window - 1 - i for i in range(S)]
-        slots = [attend(q_RSND[:, i], plan=plan.within(w), scale=scale) for i, w in enumerate(windows)]
+        slots = []
+        for i in range(S):
+            seen = slice(i + 1 if self.causal else S)
+            # Slot i is i + 1 positions behind the row, and sees so many tokens less of the text.
+            text = plan if self.window is None else plan.within(self.window - 1 - i)
+            slots.append(attend(q_RSND[:, i], own_k=(k_SRGD[seen],), own_v=(v_SRGD[seen],), plan=text, scale=scale))
         return torch.stack(slots, 1)
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -266,14 +276,13 @@ class BlockDrafter(CachedDrafter):
         """Append the new tokens, fill in a block, and propose at most as many of its tokens as a row may still emit."""
         head, cache, size, rows = self.head, self.cache, self.head.slots(self.num_speculative_tokens), len(state.root_B)
         self.read(state.new_tokens, state.length_B, state.longest_before)
-        # A single row's block sees every slot in use, which takes no mask.
         single = cache.stage(size, longest=state.longest).single
-        every = (rows, size, size)
-        mask = (
-            None
-            if single and cache.window is None
-            else cache.tree_mask(state.root_B.new_ones(every, dtype=torch.bool), range(size))
-        )
+        if head.causal:
+            mask = cache.chain_mask()
+        elif single and cache.window is None:
+            mask = None  # a single row's block sees every slot in use
+        else:
+            mask = cache.tree_mask(state.root_B.new_ones((rows, size, size), dtype=torch.bool), range(size))
         states_BSH = head.fill(head.block_tokens(state.root_B, size), cache.rotation(), cache.write, mask)
         depth = min(self.num_speculative_tokens, state.tokens_left)
         return self.draft(state, states_BSH[:, head.first_slot : head.first_slot + depth])

@@ -1,4 +1,4 @@
-"""What DFlash and DSpark have of the layouts of their published code, which vLLM reads: schema and reading."""
+"""What block drafters have of the layouts of their published code, which vLLM reads: schema and reading."""
 
 import operator
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ SECTION = "dflash_config"
 """Where engines find the mask token and the layers; ids there are those of layer outputs, one lower than ours."""
 
 
-LM_HEAD, D2T = "lm_head.weight", "d2t"
+LM_HEAD, D2T, CAUSAL = "lm_head.weight", "d2t", "causal_head"
 _NATIVE = ("draft_vocab", "temperatures")
 """Buffers that are no weights."""
 
@@ -93,9 +93,11 @@ def for_llama_cpp(schema: BlockSchema, *without: str) -> BlockSchema:
     return replace(schema, name=f"{schema.name}_llama_cpp", tensors=tensors)
 
 
-def read_block_config(path: Path, target: Target, *more: str, sliding: bool = False) -> dict[str, Any]:
+def read_block_config(
+    path: Path, target: Target, *more: str, sliding: bool = False, causal: bool = False
+) -> dict[str, Any]:
     """Return the configuration. more: further keys that its section may have. sliding: whether layers may see a window; with one,
-    `sliding_window` is its length. Raises UserError for a configuration of another target's sizes or of other layers."""
+    `sliding_window` is its length. causal: whether a slot sees no slot behind it. Raises UserError for a configuration of another target's sizes or of other layers."""
     config = read_config(path)
     if "speculators_model_type" in config:
         raise not_computed(path, "the format of speculators")
@@ -104,16 +106,17 @@ def read_block_config(path: Path, target: Target, *more: str, sliding: bool = Fa
     section = section if isinstance(section, dict) else {}
     with explain_config(path, "list of layer_types", "fetch the head again"):
         kinds = set(config.get("layer_types") or ["full_attention"])
-    causal = config["is_causal"] if config.get("is_causal") is not None else section.get("causal")
+    said = config["is_causal"] if config.get("is_causal") is not None else section.get("causal", section.get(CAUSAL))
     windowed = bool(section.get("use_swa")) or kinds == {"sliding_attention"}
-    if windowed and causal is None:
-        causal = True  # engines take a window alone for causal
+    if windowed and said is None:
+        said = True  # engines take a window alone for causal
     full = kinds == {"full_attention"} and not windowed
     if windowed and (len(kinds) > 1 or config.get("use_sliding_window") is False):
         raise not_computed(path, "layers some of which see a window, which engines take in different ways")
-    if causal or not (full or (windowed and sliding)) or config.get("attention_bias"):
-        raise not_computed(path, "causal or sliding attention, or biases")
-    known = {"mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", *more}
+    if bool(said) != causal or not (full or (windowed and sliding)) or config.get("attention_bias"):
+        kind = "bidirectional or sliding" if causal else "causal or sliding"
+        raise not_computed(path, f"{kind} attention, or biases")
+    known = {"mask_token_id", "target_layer_ids", "block_size", "causal", CAUSAL, "use_swa", *more}
     if unknown := sorted(section.keys() - known):
         raise not_computed(path, f"{SECTION}.{unknown[0]}")
     if (path / "mask_embedding.pt").is_file():

@@ -27,7 +27,7 @@ def load_dflash_directory(path: Path | str, target: Target) -> DFlashHead:
 
 DFLASH = block.block_schema("dflash", "DFlashDraftModel")
 
-_BIASED_TARGET = Rule(
+BIASED_TARGET = Rule(
     "a target whose output projection has a bias, for DFlash",
     "takes the bare matrix for the drafts",
     block.MEASURE_ALONE,
@@ -35,7 +35,10 @@ _BIASED_TARGET = Rule(
     # it is told to sample its drafts.
     biased_target,
 )
-
+CPU_NORMS = (
+    "On CPUs vLLM 0.32 normalises the keys of the text with the first layer's weights in all layers (its "
+    "`rms_norm` knows one row of weights there), so drafts of several layers are accepted less."
+)
 
 LAYOUTS = (
     Layout(
@@ -45,12 +48,8 @@ LAYOUTS = (
         {
             "vllm": Served(
                 engines.start_vllm("dflash"),
-                rules=(_BIASED_TARGET,),
-                caveats=(
-                    block.BLOCK_LENGTH_VLLM,
-                    "On CPUs vLLM 0.32 normalises the keys of the text with the first layer's weights in all layers (its "
-                    "`rms_norm` knows one row of weights there), so drafts of several layers are accepted less.",
-                ),
+                rules=(BIASED_TARGET,),
+                caveats=(block.BLOCK_LENGTH_VLLM, CPU_NORMS),
                 needs="states",
             )
         },

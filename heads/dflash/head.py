@@ -15,6 +15,7 @@ from torch import Tensor
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.heads.base import StepOutput
+from draftsmith.heads.block import BlockOptions
 from draftsmith.heads.block.base import BlockDrafter, BlockHead
 from draftsmith.heads.dflash import DFlashOptions
 
@@ -23,7 +24,7 @@ class DFlashHead(BlockHead):
     """The DFlash drafter: a block of S slots drafts S - 1 tokens, none of which knows the others."""
 
     method: ClassVar[str] = "dflash"
-    options_class = DFlashOptions
+    options_class: ClassVar[type[BlockOptions]] = DFlashOptions
     first_slot = 1
 
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:

@@ -107,6 +107,7 @@ class DFlash2Head(BlockHead):
     method: ClassVar[str] = "dflash2"
     options_class = DFlash2Options
     first_slot = 1
+    whole = False
     options: DFlash2Options
 
     def __init__(self, options: DFlash2Options, config: LlamaConfig, *others: Any) -> None:
@@ -131,14 +132,6 @@ class DFlash2Head(BlockHead):
 
     def make_layer(self) -> PlainLayer:
         return ConvLayer(self.config, self.options)
-
-    def slots(self, tokens: int) -> int:
-        """The slots of a block that drafts so many tokens: these, behind the last one of the text."""
-        return self.first_slot + tokens
-
-    def engine_draft_length(self, num_speculative_tokens: int) -> int:
-        """Return the draft length asked for: engines fill in a block of that length, as we do."""
-        return self.clamp_draft_length(num_speculative_tokens)
 
     @property
     def selector(self) -> Selector:

@@ -31,6 +31,7 @@ _LABELS = LossSpec(kind="hard_ce", decay=exp(-1 / 4), normalize="weights")
 LOSSES = {
     "dflash": _LABELS,
     "dflash2": _LABELS,
+    "jetspec": LossSpec(kind="kl", decay=1.0, normalize="weights"),
     "dspark": LossSpec(kind="tv", weight=1.8, also={"hard_ce": 0.1}, decay=exp(-1 / 4), normalize="weights"),
 }
 
@@ -83,7 +84,10 @@ def slow_block(head: BlockHead, aux_tF: Tensor, root: int, position: int) -> Ten
         v = (seen @ own["self_attn.v_proj.weight"].T).view(-1, G, D).repeat_interleave(N // G, 1)
         q = q * cos[-S:] + rotate_half(q) * sin[-S:]
         k = (k * cos + rotate_half(k) * sin).repeat_interleave(N // G, 1)
-        weight = (torch.einsum("qnd,knd->nqk", q, k) / D**0.5).softmax(-1)
+        score = torch.einsum("qnd,knd->nqk", q, k) / D**0.5
+        if head.causal:
+            score = score.masked_fill(torch.ones(score.shape[1:]).triu(score.shape[2] - S + 1).bool(), -torch.inf)
+        weight = score.softmax(-1)
         x = x + torch.einsum("nqk,knd->qnd", weight, v).flatten(1) @ own["self_attn.o_proj.weight"].T
         y = norm(x, own["post_attention_layernorm.weight"], eps)
         up, gate = y @ own["mlp.up_proj.weight"].T, y @ own["mlp.gate_proj.weight"].T

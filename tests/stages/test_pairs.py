@@ -49,6 +49,7 @@ TABLE = """
     hydra        kl          chain    bf16  online  adamw
     hydra        lk_hybrid   bush     no    online  adamw
     hydra        reverse_kl  chain    bf16  store   muon
+    jetspec      kl          bush     bf16  online  muon
     medusa       hard_ce     chain    no    online  muon
     medusa       jsd         chain    no    store   adamw
     medusa       kl          bush     no    store   adamw

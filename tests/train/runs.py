@@ -27,6 +27,7 @@ _CHANCE = {
     "dspark": {"anchors": 3},
     "eagle1": {"aligned_passes": 2, "noise": 0.1},
     "hydra": {"dropout": 0.2},
+    "jetspec": {"anchors": 3},
     "medusa2": {"lora_dropout": 0.2},
 }
 """What leaves something to chance, which must not depend on the number of processes."""

@@ -26,6 +26,7 @@ from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.formats.layout import layouts, layouts_of
 from draftsmith.heads.hydra import HydraOptions
+from draftsmith.heads.jetspec import JetSpecOptions
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import MedusaDrafter
 from draftsmith.heads.medusa2 import Medusa2Options
@@ -110,6 +111,11 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
         HydraOptions(2, 2, prefix_attention=True, original_lm_head=True, lm_head_bias=False),
         None,
     ),
+    "jetspec": (
+        "jetspec",
+        JetSpecOptions([1, 2], 48, block_size=4, num_layers=2, mask_token_id=0, anchors=6),
+        VOCAB,
+    ),
     "medusa": ("medusa", MedusaOptions(num_heads=3), None),
     "medusa, the target's projection": ("medusa", MedusaOptions(2, 2, original_lm_head=True), None),
     "medusa2": ("medusa2", Medusa2Options(num_heads=3, lora_r=8), None),
@@ -157,7 +163,7 @@ VARIANTS = {
     "peagle, width, window, low rank",
 }
 """Further heads of methods that another spec is of already."""
-RELATIVES = {"dflash2", "dspark", "medusa2", "peagle"}
+RELATIVES = {"dflash2", "dspark", "jetspec", "medusa2", "peagle"}
 """Methods that share most of their code with dflash, medusa and eagle3."""
 
 

@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.errors import UserError
 from draftsmith.heads.export.export import convert_head, export_head
+from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.formats.recognise import load_head, recognise
 from draftsmith.target.target import Target
-from tests.exports import LLAMA3, VOCAB, make_dflash, make_dflash2, make_dspark, make_target
+from tests.exports import LLAMA3, VOCAB, make_dflash, make_dflash2, make_dspark, make_jetspec, make_target
 
-MAKE = {"dflash": make_dflash, "dflash2": make_dflash2, "dspark": make_dspark}
+MAKE = {"dflash": make_dflash, "dflash2": make_dflash2, "dspark": make_dspark, "jetspec": make_jetspec}
 
 
 def edit(folder: Path, **changes: Any) -> Path:
@@ -70,6 +71,12 @@ def test_a_published_configuration(tmp_path: Path) -> None:
     edit(path, draft_vocab_size=None, torch_dtype=None, layer_types=["full_attention"] * 2, num_target_layers=8)
     assert recognise(path).name == "a DFlash head"
     assert torch.equal(load_head(path, target).fc.weight, make_dflash(target).fc.weight)
+    for number, key in enumerate(("causal", "causal_head")):
+        path = exported("jetspec", tmp_path / f"{number}", target)
+        (path / "draftsmith.json").unlink()
+        edit(path, dflash_config={**MASKS, key: True})
+        assert recognise(path).name == "a JetSpec head"
+        assert load_head(path, target).causal
     path = exported("dspark", tmp_path / "b", target)
     edit(path, dflash_config=None, mask_token_id=3, target_layer_ids=[0, 2, 4], architectures=["DSparkDraftModel"])
     assert load_head(path, target).reads.layer_ids == (1, 3, 5)
@@ -84,7 +91,8 @@ def test_a_published_configuration(tmp_path: Path) -> None:
 
 
 SIZES = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 7}
-SECTION = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4], **SIZES}
+MASKS = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4]}
+SECTION = {**MASKS, **SIZES}
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"is_causal": True}, "causal or sliding attention"),
@@ -117,6 +125,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash2", {"dflash_config": {**SECTION, "output_multiplier": 2.0}}, "another scale or softcap of its logits"),
     ("dflash2", {"dflash_config": {**SECTION, "input_embedding_scale": 8.0}}, "dflash_config.input_embedding_scale"),
     ("dflash2", {"speculators_model_type": "dflash2"}, "the format of speculators"),
+    ("jetspec", {"is_causal": False}, "bidirectional or sliding attention"),
+    ("jetspec", {"dflash_config": {**MASKS, "causal": False, "causal_head": True}}, "bidirectional or sliding"),
+    ("jetspec", {"dflash_config": {**MASKS, "causal": True, "target_hidden_size": 32}}, "target_hidden_size"),
+    ("jetspec", {"layer_types": ["sliding_attention"] * 2}, "bidirectional or sliding attention"),
+    ("jetspec", {"sample_from_anchor": True}, "with which the first slot drafts too"),
+    ("jetspec", {"speculators_model_type": "jetspec", "dflash_config": None}, "the format of speculators"),
     ("dspark", {"sample_from_anchor": False}, "whose first slot drafts nothing"),
     ("dspark", {"markov_head_type": "rnn"}, "another Markov head"),
     ("dspark", {"confidence_head_with_markov": False}, "a confidence that does not read the token before"),
@@ -161,7 +175,7 @@ def test_a_mask_embedding_of_its_own_is_refused(tmp_path: Path) -> None:
         load_head(path, target)
 
 
-@pytest.mark.parametrize("method", MAKE)
+@pytest.mark.parametrize("method", [method for method in MAKE if f"{method}_llama_cpp" in layouts()])
 def test_llama_cpp_gets_no_embeddings_which_it_would_draft_through(method: str) -> None:
     """It takes them for the output projection of a draft that has none of its own."""
     target, layout = make_target(tie_word_embeddings=False), f"{method}_llama_cpp"

@@ -30,14 +30,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "a draft vocabulary": {"vocab": VOCAB},
     "of its own size": {"head_dim": 8, "num_key_value_heads": 4, "intermediate_size": 50, "num_layers": 3},
     "the shortest block": {"block_size": 2, "num_layers": 1},
+    "a causal block": {"method": "jetspec"},
 }
 
 
 @torch.no_grad()
-def check_against_blocks(**options: Any) -> None:
+def check_against_blocks(method: str = "dflash", **options: Any) -> None:
     """Every row of every step, against dense attention over one block's own context and nothing else."""
     target = make_target()
-    head = make_head("dflash", target, **options)
+    head = make_head(method, target, **options)
     batch = packed(target)
     seen = 0
     for k, step in enumerate(head(batch, head.trains.steps).steps):

@@ -25,6 +25,7 @@ from tests.exports import (
     make_eagle1,
     make_eagle3,
     make_hydra,
+    make_jetspec,
     make_medusa,
     make_peagle,
     make_target,
@@ -42,6 +43,7 @@ RICH: dict[str, tuple[Callable[..., Any], ...]] = {
         lambda t: make_eagle3(t, norm_before_residual=True),
     ),
     "hydra": (lambda t: make_hydra(t, num_layers=2, prefix_attention=True),),
+    "jetspec": (lambda t: make_jetspec(t, VOCAB),),
     "peagle": (
         lambda t: make_peagle(t, norm_before_residual=True, sliding_window=9, fc_norm=True),
         lambda t: make_peagle(t, norm_before_residual=True, sliding_window=9),

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from draftsmith.errors import StoppedError, UserError, first_line
 from draftsmith.storage import explain_os_error
-from draftsmith.train.process import ENDING, INTERRUPTED, LAUNCHED, LOST, World, code_of, on_signals, world
+from draftsmith.train.process import ENDING, INTERRUPTED, LAUNCHED, LOST, World, code_of, leave_note, on_signals, world
 
 MEET = timedelta(minutes=10)
 """How long processes wait until all have come."""
@@ -55,8 +55,8 @@ class Meeting:
         from torch.distributed import TCPStore
 
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        serves = self.here.main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if not serves and not wait_for_port(
+        self._serves = self.here.main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        if not self._serves and not wait_for_port(
             host, port, MEET, lambda: self._say(f"waiting for rank 0 at {self.address}")
         ):
             raise UserError(
@@ -67,7 +67,7 @@ class Meeting:
 
         def connect() -> None:
             try:
-                opened.append(TCPStore(host, port, None, serves, MEET, wait_for_workers=False, multi_tenant=True))
+                opened.append(TCPStore(host, port, None, self._serves, MEET, wait_for_workers=False, multi_tenant=True))
             except (RuntimeError, ValueError) as error:
                 opened.append(error)
 
@@ -229,6 +229,13 @@ class Meeting:
             if self.here.main:
                 mark.unlink(missing_ok=True)
 
+    def leave(self) -> None:
+        """Be done, which rank 0 is not before the others where it serves the store: they may still ask it for what was told."""
+        with suppress(RuntimeError):  # the store is gone with the launcher
+            self._store.add("draftsmith/left", 1)
+            if self._serves:
+                self._until(lambda: int(self._store.add("draftsmith/left", 0)) >= self.here.size, STEP)
+
     def announce(self, code: int) -> bool:
         """Make a failure known to all, with its exit code; return whether nobody else has said why it ends. Rank 0 goes first."""
         with suppress(RuntimeError):  # the store is gone with the launcher
@@ -339,6 +346,7 @@ def together() -> Iterator[None]:
                 sys.stdout = sys.stderr = silence
             try:
                 yield
+                _meeting.leave()
             except Exception as error:  # told to all, and raised again
                 # The launcher ends all when one has failed: that one needs a moment to say why.
                 with on_signals(signal.SIG_IGN, ENDING):
@@ -361,7 +369,7 @@ def _ending(met: Meeting, error: Exception) -> BaseException:
             return error if met.here.main else SystemExit(error.code)
         lost = met.explain(error)
         if lost is not None:
-            _leave_note(str(lost))
+            leave_note(str(lost))
             # The launcher knows more, such as which process was killed.
             return SystemExit(LOST) if LAUNCHED in os.environ or not met.announce(1) else lost
         if not isinstance(error, UserError):
@@ -371,7 +379,7 @@ def _ending(met: Meeting, error: Exception) -> BaseException:
         said_here = met.announce(code_of(error))
     except OthersFailedError as ended:
         return SystemExit(ended.code)
-    _leave_note(str(error))
+    leave_note(str(error))
     return error if said_here else SystemExit(code_of(error))
 
 
@@ -383,17 +391,9 @@ def _interrupted(met: Meeting, stop: KeyboardInterrupt) -> BaseException:
     except OthersFailedError as ended:
         return SystemExit(ended.code)
     if LAUNCHED in os.environ:  # whose launcher says what it was: this signal, or another process that was killed
-        _leave_note(INTERRUPTED)
+        leave_note(INTERRUPTED)
         return SystemExit(LOST)
     return stop if met.here.main else SystemExit(code_of(stop))
-
-
-def _leave_note(text: str) -> None:
-    """Tell torchrun, which ends with a table of what failed."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        note = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time())), "py_callstack": ""}}}
-        Path(path).write_text(json.dumps(note), encoding="utf-8")
 
 
 def _minutes(time_: timedelta) -> str:

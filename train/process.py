@@ -3,6 +3,7 @@ SIGTERM and SIGHUP, and with the launcher that started it.
 """
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -50,6 +52,14 @@ def code_of(error: BaseException) -> int:
     if isinstance(error, StoppedError):
         return error.code
     return 2 if isinstance(error, UserError) else 1
+
+
+def leave_note(text: str) -> None:
+    """Tell torchrun, which ends with a table of what failed."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        note = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time())), "py_callstack": ""}}}
+        Path(path).write_text(json.dumps(note), encoding="utf-8")
 
 
 @contextmanager

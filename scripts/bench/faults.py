@@ -2,19 +2,18 @@
 
 Every spoilt run is finished by the plain command. Then nothing may be left over, and answers, hidden states, head, export and
 every tau must equal those of a run that nothing happened to; a refusal in one sentence counts as named, never as different.
+With --processes 2 a rank of `draftsmith train` is killed, the other is ended as launchers do, and every other time one process goes
+on with the answers and hidden states before two train: to docs/results/faults-processes.json.
 """
 
 import argparse
 import hashlib
-import io
 import json
 import os
 import random
 import shlex
 import shutil
-import signal
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from draftsmith.cli.main import main as draftsmith
 from draftsmith.data.embedded import SHIPPED, ensure_embedded
 from draftsmith.machine import environment_json
 from draftsmith.storage import EARLIER, write_json
-from draftsmith.train.process import end_with_parent
+from scripts.bench.killing import counted, in_children, kill_after, kill_at
 
 RECIPE = (
     "--target.dtype float32 --data.limit 24 --data.max_length 96 --data.heldout 6 --answers.max_new_tokens 12 --answers.batch 6 "
@@ -49,8 +48,6 @@ FOREIGN = ("train/best/mine.md", "evaluation/t0/mine.md", "export/eagle3/mine.md
 """Files of the user's, in folders that stages make as a whole."""
 LAYERS = 4
 """Of the target that ships with us, which has four times as many and takes four times as long."""
-OPERATIONS = ("unlink", "rmdir", "rename", "replace", "mkdir", "fsync", "open")
-"""What is counted: each may be the last thing that a process does."""
 
 
 def save_target(folder: Path) -> int:
@@ -60,11 +57,11 @@ def save_target(folder: Path) -> int:
     return 0
 
 
-def command(run: Path, redo: str = "") -> Callable[[], int]:
-    """Return the work of `draftsmith run` in the folder `run`, on the target beside it."""
+def command(run: Path, redo: str = "", name: str = "run") -> Callable[[], int]:
+    """Return the work of `draftsmith NAME` in the folder `run`, on the target beside it."""
     texts = ensure_embedded()
     read = ("--data.sources", f'["{texts.conversations}"]', "--evaluate.prompts", f'["{texts.prompts}"]')
-    words = ["run", *RECIPE.split(), *read, "--target.path", str(run.parent / "target"), "--output_dir", str(run)]
+    words = [name, *RECIPE.split(), *read, "--target.path", str(run.parent / "target"), "--output_dir", str(run)]
     return lambda: draftsmith([*words, *(("--redo", redo) if redo else ())])
 
 
@@ -92,97 +89,6 @@ def missing(run: Path, good: dict[str, str]) -> list[str]:
     return [name for name, digest in good.items() if digest not in there]
 
 
-def in_a_child(work: Callable[[], int], log: Path) -> int:
-    """Run `work` in a forked copy of this process; return its exit code, -9 where it was killed. Its output goes to `log`."""
-    child = os.fork()
-    if child == 0:
-        code = 70
-        try:
-            end_with_parent()
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            for stream in (1, 2):
-                os.dup2(output, stream)
-            sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
-            code = work()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-        except BaseException as error:  # noqa: BLE001 - a traceback is a finding, not an end of the bench
-            print(f"{type(error).__name__}: {error}", flush=True)
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def kill_at(number: int, inside: Path, work: Callable[[], int]) -> Callable[[], int]:
-    """Return `work` as a process does it that is killed just before its `number`-th operation in the folder `inside`."""
-
-    def killed() -> int:
-        _count(inside, lambda count: os.kill(os.getpid(), signal.SIGKILL) if count == number else None)
-        return work()
-
-    return killed
-
-
-def counted(inside: Path, into: Path, work: Callable[[], int]) -> Callable[[], int]:
-    """Return `work` as a process does it that writes the number of its operations in `inside` to the file `into`."""
-
-    def counting() -> int:
-        seen = [0]
-        _count(inside, lambda count: seen.__setitem__(0, count))
-        code = work()
-        into.write_text(str(seen[0]))
-        return code
-
-    return counting
-
-
-def kill_after(seconds: float, inside: Path, work: Callable[[], int]) -> Callable[[], int]:
-    """Return `work` as a process does it that is killed after some time, whatever it does in `inside`."""
-
-    def killed() -> int:
-        def strike() -> None:
-            time.sleep(seconds)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=strike, daemon=True).start()
-        return work()
-
-    return killed
-
-
-def _count(inside: Path, tell: Callable[[int], Any]) -> None:
-    """Call `tell` with 1, 2, ... before every operation of this process on a path in the folder `inside`."""
-    count = [0]
-    folder = str(inside.absolute())
-
-    def wrap(real: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if args and _within(folder, args[0], kwargs.get("dir_fd")) and writes(*args, **kwargs):
-                count[0] += 1
-                tell(count[0])
-            return real(*args, **kwargs)
-
-        return wrapped
-
-    for name in OPERATIONS[:-1]:
-        setattr(os, name, wrap(getattr(os, name), lambda *args, **kwargs: True))
-    os.open = wrap(os.open, lambda path, flags, *rest, **kwargs: bool(flags & (os.O_WRONLY | os.O_RDWR)))
-    opened = wrap(io.open, lambda path, mode="r", *rest, **kwargs: any(letter in mode for letter in "wax+"))
-    io.open = opened
-
-
-def _within(folder: str, path: Any, dir_fd: int | None) -> bool:
-    """Return whether an operation's path, or its open file, lies in the folder."""
-    if isinstance(path, int):
-        path = f"/proc/self/fd/{path}"
-        path = os.readlink(path) if os.path.islink(path) else ""
-    elif dir_fd is not None:
-        path = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))
-    return os.path.abspath(os.fsdecode(path)).startswith(folder)
-
-
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     if data:
@@ -208,11 +114,13 @@ WAYS: dict[str, Callable[[Path], object]] = {
 
 @dataclass(frozen=True)
 class Kill:
-    """The end of a command that makes `redo` again: before its `operation`-th operation on files, or after some seconds."""
+    """The end of a command that makes `redo` again: before the `operation`-th operation on files of its `rank`, or after some
+    seconds."""
 
     redo: str
     operation: int | None
     seconds: float | None
+    rank: int = 0
 
     def wrapped(self, run: Path, work: Callable[[], int]) -> Callable[[], int]:
         """Return `work` as a process does it that is killed so."""
@@ -222,37 +130,46 @@ class Kill:
 
     def __str__(self) -> str:
         when = f"at operation {self.operation}" if self.operation is not None else f"after {self.seconds:.2f} s"
-        return f"kill {when} of run{f' --redo {self.redo}' if self.redo else ''}"
+        return f"kill {when} of rank {self.rank}{f' --redo {self.redo}' if self.redo else ''}"
 
 
 class Bench:
     """One finished run to copy from, and a table of what happened to the others."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, processes: int) -> None:
+        self._processes, self._name = processes, "run" if processes == 1 else "train"
         self.folder, self.log = folder, folder / "log.txt"
         self.whole = folder / "whole"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         (folder / "link").symlink_to("run")
         self._ways = cycle((Path.absolute, lambda run: Path(os.path.relpath(run)), lambda run: run.with_name("link")))
-        if in_a_child(lambda: save_target(folder / "target"), self.log):
+        self._alone = cycle((True, False))
+        if in_children(self.log, lambda: save_target(folder / "target")):
             raise SystemExit(f"the target cannot be written: {self.log} says why")
-        if in_a_child(command(self.whole), self.log):
+        if in_children(self.log, *self._works(self.whole)):
             raise SystemExit(f"the run that nothing happens to fails: {self.log} says why")
         self.good = outcome(self.whole)
         self.counts: Counter[str] = Counter()
         self.findings: list[dict[str, str]] = []
 
+    def _works(self, run: Path, redo: str = "") -> list[Callable[[], int]]:
+        """Return the work of each process of the command."""
+        return [command(run, redo, self._name)] * self._processes
+
     def operations(self, redo: str) -> tuple[int, float]:
-        """Return how many operations on files a command has, and the seconds that it takes."""
+        """Return how many operations on files rank 0 of a command has, and the seconds that it takes."""
         run, number, begin = self._copy(redo), self.folder / "operations", time.monotonic()
-        assert in_a_child(counted(run, number, command(run, redo)), self.log) == 0
+        first, *others = self._works(run, redo)
+        assert in_children(self.log, counted(run, number, first), *others) == 0
         return int(number.read_text()), time.monotonic() - begin
 
     def kill(self, one: Kill) -> None:
         """Kill one command, finish the run, and judge it."""
         run = self._copy(one.redo)
-        killed = in_a_child(one.wrapped(run, command(run, one.redo)), self.log) == -9
+        works = self._works(run, one.redo)
+        works[one.rank] = one.wrapped(run, works[one.rank])
+        killed = in_children(self.log, *works) == -9
         self.counts["kills" if killed else "too late to kill"] += 1
         if one.redo and (lost := missing(run, self.good["digests"])):
             self._note(str(one), "missing", ", ".join(lost))
@@ -310,17 +227,23 @@ class Bench:
 
     def _finish(self, run: Path, redo: str = "") -> tuple[int, str]:
         """Run the command again, with each way to name the folder in turn; return its exit code and last line."""
-        code = in_a_child(command(next(self._ways)(run), redo), self.log)
+        way, code = next(self._ways)(run), 0
+        if self._processes > 1 and next(self._alone):
+            code = in_children(self.log, command(way, name="extract"))
+        code = code or in_children(self.log, *self._works(way, redo))
         return code, (self.log.read_text(errors="replace").strip().splitlines() or [""])[-1]
 
 
-def draw_kills(draw: random.Random, found: dict[str, tuple[int, float]], kills: int, at_times: int) -> list[Kill]:
+def draw_kills(
+    draw: random.Random, found: dict[str, tuple[int, float]], kills: int, at_times: int, processes: int
+) -> list[Kill]:
     """Return kills at operations and at random times of commands, of which `found` says how many operations and seconds they
     have, in any order."""
     every = [(redo, number) for redo, (points, _) in found.items() for number in range(1, points + 1)]
     drawn = [Kill(redo, number, None) for redo, number in draw.sample(every, min(kills, len(every)))]
-    for redo in draw.choices(REDOS, k=at_times):
-        drawn.append(Kill(redo, None, draw.uniform(0.05, found[redo][1])))
+    for redo in draw.choices([*found], k=at_times):
+        seconds = draw.uniform(0.05, found[redo][1])
+        drawn.append(Kill(redo, None, seconds, draw.randrange(processes) if processes > 1 else 0))
     draw.shuffle(drawn)
     return drawn
 
@@ -329,7 +252,8 @@ def main(argv: list[str]) -> int:
     """Run the bench; exit code 1 where anything is different or left over."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.faults", description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/faults"), help="where the runs go; it is emptied")
-    parser.add_argument("--output", type=Path, default=Path("docs/results/faults.json"))
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--processes", type=int, default=1, help="several are killed while they make data and train")
     parser.add_argument("--kills", type=int, default=120, help="kills at operations on files")
     parser.add_argument("--random", type=int, default=80, help="kills at random times")
     parser.add_argument("--minutes", type=float, default=1440, help="after which no other kill is begun")
@@ -339,21 +263,22 @@ def main(argv: list[str]) -> int:
     for name in PRELOADED:
         with suppress(ImportError):
             import_module(name)
-    bench = Bench(own.folder)
-    found = {redo: bench.operations(redo) for redo in REDOS}
-    for one in tqdm(draw_kills(draw, found, own.kills, own.random), desc="kills", unit="kill"):
+    bench, several = Bench(own.folder, own.processes), own.processes > 1
+    found = {redo: bench.operations(redo) for redo in (REDOS[:4] if several else REDOS)}
+    for one in tqdm(draw_kills(draw, found, own.kills, own.random, own.processes), desc="kills", unit="kill"):
         if time.monotonic() - begin > own.minutes * 60:
             break
         bench.kill(one)
     files = [
         str(p.relative_to(bench.whole)) for p in sorted(bench.whole.rglob("*")) if p.is_file() and p.name != ".lock"
     ]
-    for file, way in tqdm([(file, way) for file in files for way in WAYS], desc="damage", unit="file"):
+    spoilt = [] if several else [(file, way) for file in files for way in WAYS]  # whatever processes made them
+    for file, way in tqdm(spoilt, desc="damage", unit="file"):
         bench.damage(file, way)
-    for file in FOREIGN:
+    for file in () if several else FOREIGN:
         bench.foreign(file)
     write_json(
-        own.output,
+        own.output or Path(f"docs/results/faults{'-processes' if several else ''}.json"),
         {
             **environment_json(),
             "command": shlex.join(["python", "-m", "scripts.bench.faults", *argv]),

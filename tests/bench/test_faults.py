@@ -1,11 +1,14 @@
 """The bench of faults kills where it says, and finds a run that is not what it was."""
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from scripts.bench.faults import WAYS, counted, in_a_child, kill_after, kill_at, missing, outcome
+from scripts.bench.faults import WAYS, missing, outcome
+from scripts.bench.killing import counted, in_children, kill_after, kill_at
 
 
 def write_three(folder: Path) -> int:
@@ -19,15 +22,15 @@ def write_three(folder: Path) -> int:
 
 def test_a_kill_comes_before_its_operation(tmp_path: Path) -> None:
     run, log, number = tmp_path / "run", tmp_path / "log", tmp_path / "number"
-    assert in_a_child(counted(run, number, lambda: write_three(run)), log) == 0
+    assert in_children(log, counted(run, number, lambda: write_three(run))) == 0
     assert int(number.read_text()) == 1 + 3 * 2
     assert log.read_text() == "done\n"
     for at, left in enumerate(([], ["a.tmp"], ["a"], ["a", "b.tmp"]), start=2):
         for file in run.iterdir():
             file.unlink()
-        assert in_a_child(kill_at(at, run, lambda: write_three(run)), log) == -9
+        assert in_children(log, kill_at(at, run, lambda: write_three(run))) == -9
         assert sorted(os.listdir(run)) == left
-    assert in_a_child(kill_at(8, run, lambda: write_three(run)), log) == 0
+    assert in_children(log, kill_at(8, run, lambda: write_three(run))) == 0
 
 
 def test_a_kill_after_some_time_and_exit_codes(tmp_path: Path) -> None:
@@ -38,9 +41,9 @@ def test_a_kill_after_some_time_and_exit_codes(tmp_path: Path) -> None:
     def fails() -> int:
         raise RuntimeError("a bug")
 
-    assert in_a_child(kill_after(0.05, tmp_path, endless), tmp_path / "log") == -9
-    assert in_a_child(lambda: 2, tmp_path / "log") == 2
-    assert in_a_child(fails, tmp_path / "log") == 70
+    assert in_children(tmp_path / "log", kill_after(0.05, tmp_path, endless)) == -9
+    assert in_children(tmp_path / "log", lambda: 2) == 2
+    assert in_children(tmp_path / "log", fails) == 70
     assert "RuntimeError: a bug" in (tmp_path / "log").read_text()
 
 
@@ -65,3 +68,19 @@ def test_what_is_set_aside_is_not_missing_but_left_over(tmp_path: Path) -> None:
     assert outcome(tmp_path)["left over"]
     (tmp_path / ".earlier" / "answers.jsonl").unlink()
     assert missing(tmp_path, good) == ["answers.jsonl"]
+
+
+def test_the_rank_beside_one_that_is_killed_is_ended(tmp_path: Path) -> None:
+    def endless() -> int:
+        (tmp_path / os.environ["RANK"]).touch()
+        while True:
+            time.sleep(0.1)
+
+    def killed() -> int:
+        while not (tmp_path / "1").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    assert in_children(tmp_path / "log", killed, endless) == -9
+    assert in_children(tmp_path / "log", lambda: 0, lambda: int(os.environ["WORLD_SIZE"])) == 2

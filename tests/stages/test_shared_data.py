@@ -14,7 +14,7 @@ from draftsmith.data.features.extract import extract
 from draftsmith.data.features.index import read_index
 from draftsmith.data.team import Team
 from draftsmith.train.meeting import meeting, together
-from scripts.bench.faults import kill_at
+from scripts.bench.killing import kill_at
 from tests.data.answers.test_generate import answer
 from tests.data.answers.test_generate import target as answering
 from tests.data.features.test_extract import SMALL, make_samples

@@ -52,6 +52,21 @@ def test_equal_facts_pass_and_others_are_refused_by_all() -> None:
     assert both(*[lambda met: met.compare({"step": 3}, "x")] * 2) == [None, None]
 
 
+def test_rank_0_which_serves_the_others_does_not_end_before_they_are_done() -> None:
+    def slow(met: Meeting) -> float:
+        time.sleep(0.5)
+        done = time.monotonic()
+        met.leave()
+        return done
+
+    def first(met: Meeting) -> float:
+        met.leave()
+        return time.monotonic()
+
+    ended, done = both(first, slow)
+    assert ended >= done
+
+
 def test_facts_that_differ_are_named_with_their_ranks() -> None:
     errors = both(
         lambda met: met.compare({"seed": 0, "step": 40}, "copy it"),
@@ -178,6 +193,9 @@ def test_two_processes_of_one_rank_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_only_rank_0_prints(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     class Met:
         here = World(1, 2, 1)
+
+        def leave(self) -> None:
+            pass
 
     monkeypatch.setattr(meetings, "_meeting", Met())
     monkeypatch.setattr(meetings, "world", lambda: Met.here)

@@ -28,7 +28,7 @@ from draftsmith.data.features.index import read_index
 from draftsmith.data.features.store import FeatureStore
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
-from scripts.bench.faults import counted, in_a_child, kill_at
+from scripts.bench.killing import counted, in_children, kill_at
 from tests.data.features.test_store import all_bytes
 from tests.models import KINDS, make_target, tiny_model
 
@@ -218,12 +218,12 @@ def test_kill_9_at_any_operation_and_going_on_gives_the_same_bytes(tmp_path: Pat
         extract(target, samples, folder, **SMALL)
         return 0
 
-    assert in_a_child(counted(tmp_path / "whole", tmp_path / "number", lambda: work(tmp_path / "whole")), log) == 0
+    assert in_children(log, counted(tmp_path / "whole", tmp_path / "number", lambda: work(tmp_path / "whole"))) == 0
     operations = int((tmp_path / "number").read_text())
     assert operations > 40
     for number in range(3, operations, 8):
         broken = tmp_path / str(number)
-        assert in_a_child(kill_at(number, broken, lambda at=broken: work(at)), log) == -9
+        assert in_children(log, kill_at(number, broken, lambda at=broken: work(at))) == -9
         work(broken)
         assert all_bytes(broken) == all_bytes(tmp_path / "whole"), number
 

@@ -121,7 +121,7 @@ def write_parts(target: Target, file: Path, layer_ids: Sequence[int], final_norm
     streams = output.aux.split(target.hidden_size, -1)
     tensors |= {f"aux.{k}": stream for k, stream in zip(layer_ids, streams, strict=False)}
     record = Record(
-        identity=target.identity.to_json(),
+        identity=replace(target.identity, path=None).to_json(),  # however it was named: the same bytes
         dtype=target.dtype_name,
         scale=target.head.scale,
         softcap=target.head.softcap,

@@ -226,12 +226,14 @@ class Bench:
             self._note(what, verdict, said.replace(f"{run}/", ""))
 
     def _finish(self, run: Path, redo: str = "") -> tuple[int, str]:
-        """Run the command again, with each way to name the folder in turn; return its exit code and last line."""
+        """Run the command again, with each way to name the folder in turn; return its exit code and its sentence, else the last line."""
         way, code = next(self._ways)(run), 0
+        way = way if way.exists() else run  # a link to nothing is refused
         if self._processes > 1 and next(self._alone):
             code = in_children(self.log, command(way, name="extract"))
         code = code or in_children(self.log, *self._works(way, redo))
-        return code, (self.log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+        lines = self.log.read_text(errors="replace").strip().splitlines() or [""]
+        return code, next((line for line in reversed(lines) if line.startswith("draftsmith: ")), lines[-1])
 
 
 def draw_kills(

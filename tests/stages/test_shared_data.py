@@ -1,10 +1,6 @@
 """Answers and hidden states that several processes make are those of one, however many there are and whenever they are killed."""
 
-import os
 import random
-import signal
-import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +10,7 @@ from draftsmith.data.features.extract import extract
 from draftsmith.data.features.index import read_index
 from draftsmith.data.team import Team
 from draftsmith.train.meeting import meeting, together
-from scripts.bench.killing import kill_at
+from scripts.bench.killing import in_children, kill_at
 from tests.data.answers.test_generate import answer
 from tests.data.answers.test_generate import target as answering
 from tests.data.features.test_extract import SMALL, make_samples
@@ -29,50 +25,16 @@ def in_processes(
     size: int,
     work: Callable[[Team], None],
     log: Path,
-    killed: Callable[[Callable[[], int]], Callable[[], int]] | None = None,
-) -> list[int]:
-    """Fork processes that meet and do `work`; return their exit codes. When one is killed, the others are, as launchers do. killed: makes the
-    work of the last one end early."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = {}
-    for rank in range(size):
-        if child := os.fork():
-            children[child] = rank
-            continue
-        code = 70
-        try:
-            place = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": size,
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-            }
-            os.environ.update({name: str(value) for name, value in place.items()})
-            sys.stderr = log.open("a", buffering=1)
+    killed: Callable[[Callable[[], int]], Callable[[], int]] = lambda join: join,
+) -> int:
+    """Have processes meet and do `work`; return the first exit code that is not 0. killed: makes the work of the last one end early."""
 
-            def join() -> int:
-                with together():
-                    work(meeting())
-                return 0
+    def join() -> int:
+        with together():
+            work(meeting())
+        return 0
 
-            code = (killed(join) if killed and rank == size - 1 else join)()
-        except BaseException as error:  # noqa: BLE001 - which the log says
-            print(repr(error), file=sys.stderr)
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    codes = [0] * size
-    while children:
-        pid, status = os.wait()
-        if pid in children:
-            codes[children.pop(pid)] = os.waitstatus_to_exitcode(status)
-            if os.WIFSIGNALED(status):
-                for other in children:
-                    os.kill(other, signal.SIGKILL)
-    return codes
+    return in_children(log, *[join] * (size - 1), killed(join))
 
 
 def test_hidden_states_are_those_of_one_process_whatever_is_killed(tmp_path: Path) -> None:
@@ -86,12 +48,12 @@ def test_hidden_states_are_those_of_one_process_whatever_is_killed(tmp_path: Pat
             extract(target, () if team.rank else samples, tmp_path / folder, **SMALL, team=team) and None
         )
 
-    for size in (2, 3):
-        assert in_processes(size, work(str(size)), tmp_path / "log") == [0] * size
-        assert all_bytes(tmp_path / str(size)) == all_bytes(tmp_path / "one")
-    said = (tmp_path / "log").read_text()
     total = sum(len(sample.ids) for sample in samples)
-    assert said.count(f"{total / 1000:.2f}k/{total / 1000:.2f}k tok") == 2, said
+    for size in (2, 3):
+        assert in_processes(size, work(str(size)), tmp_path / "log") == 0
+        assert all_bytes(tmp_path / str(size)) == all_bytes(tmp_path / "one")
+        said = (tmp_path / "log").read_text()
+        assert said.count(f"{total / 1000:.2f}k/{total / 1000:.2f}k tok") == 1, said
     draw = random.Random(0)
     for round_ in range(3):
         folder = tmp_path / f"killed-{round_}"
@@ -100,9 +62,9 @@ def test_hidden_states_are_those_of_one_process_whatever_is_killed(tmp_path: Pat
             killed = in_processes(
                 size, work(folder.name), tmp_path / "log", lambda join, at=at, folder=folder: kill_at(at, folder, join)
             )
-            assert -9 in killed
+            assert killed == -9
         assert not read_index(folder).complete
-        assert in_processes(2, work(folder.name), tmp_path / "log") == [0, 0]
+        assert in_processes(2, work(folder.name), tmp_path / "log") == 0
         assert all_bytes(folder) == all_bytes(tmp_path / "one")
 
 
@@ -116,8 +78,8 @@ def test_answers_are_those_of_one_process_whatever_is_killed(answering: object, 
             answer(answering, folder / "a.jsonl", batch=1, team=team)
 
         killed = in_processes(size, work, tmp_path / "log", lambda join, folder=folder: kill_at(3, folder, join))
-        assert -9 in killed
+        assert killed == -9
         assert all_bytes(folder) != whole
-        assert in_processes(size, work, tmp_path / "log") == [0] * size
+        assert in_processes(size, work, tmp_path / "log") == 0
         # What is half-written is swept with the run directory.
         assert {name: data for name, data in all_bytes(folder).items() if ".draftsmith-" not in name} == whole

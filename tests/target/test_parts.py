@@ -188,6 +188,15 @@ def test_a_target_without_its_layers_trains_from_a_store(
     assert "is missing: fetch the target again" in fails(["train", *tuning], capsys)
 
 
+def test_the_same_target_by_another_name_leaves_the_same_bytes(tmp_path: Path) -> None:
+    path = save_tiny_target(tmp_path / "llama", "llama")
+    for store, name in (("one", path), ("other", str(tmp_path / "one" / ".." / "llama"))):
+        (tmp_path / store).mkdir()
+        _, found = both(name, tmp_path / store)
+        assert found.identity.path == name
+    assert (tmp_path / "one" / PARTS).read_bytes() == (tmp_path / "other" / PARTS).read_bytes()
+
+
 def test_files_of_another_target_are_refused(tmp_path: Path) -> None:
     model = load_target(save_tiny_target(tmp_path / "llama", "llama")).model
     model.save_pretrained(folder := tmp_path / "many", max_shard_size="60KB")

@@ -15,7 +15,6 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from draftsmith.data.batch import Features, Tokenized, collate
@@ -36,7 +35,7 @@ from draftsmith.heads.registry import find_method
 from draftsmith.machine import ClockWatch, available_memory
 from draftsmith.progress import Bar
 from draftsmith.recipe.schema import Recipe
-from draftsmith.target.config import attention_of
+from draftsmith.target.config import attention_of, opener_of
 from draftsmith.target.kernels import pack_linears
 from draftsmith.target.shape import TargetShape, shape_of
 from draftsmith.target.target import Target
@@ -189,7 +188,7 @@ def _make_target(recipe: Recipe, planned: PlannedTarget, device: Device, fewest:
         )
     what, remedy = f"No part of the target {recipe.target.path} can be built", "name a GPU of the table with --device"
     with foreign_code(what, remedy), no_init_weights(), torch.device(device.name):
-        model = AutoModelForCausalLM.from_config(
+        model = opener_of(config).from_config(
             config,
             dtype=DTYPES.get(planned.dtype, torch.bfloat16),
             attn_implementation=attention_of(config, recipe.target.attn_implementation),

@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from draftsmith.errors import UserError
@@ -100,7 +105,8 @@ def check_causal(path: str, config: Any, trust_remote_code: bool) -> None:
             f"The target {path} is an encoder-decoder model ({config.model_type}): "
             "choose a decoder-only causal language model."
         )
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() | MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys()
+    if config.model_type not in known and not trust_remote_code:
         raise UserError(
             f"The target {path} is of type {config.model_type!r}, not a causal language model: "
             "choose a decoder-only model that can generate text."
@@ -109,6 +115,11 @@ def check_causal(path: str, config: Any, trust_remote_code: bool) -> None:
         raise UserError(
             f"The target {path} of type {config.model_type!r} cannot be used: its attention weighs tokens by their distance in the cache "
             "(ALiBi), which is another one in a tree of drafts; choose a target with rotary or learned positions."
+        )
+    if getattr(config.get_text_config(decoder=True), "cross_attention_layers", None):
+        raise UserError(
+            f"The target {path} of type {config.model_type!r} cannot be used: some of its layers attend to an image alone, which a text "
+            "does not have; choose a target whose layers read the text."
         )
     check_layer_types(path, config, _class_of(config))
 
@@ -145,9 +156,21 @@ def attention_of(config: Any, asked: str) -> str:
     return "eager" if asked == "sdpa" and model_class is not None and not model_class._supports_sdpa else asked
 
 
+def opener_of(config: Any) -> Any:
+    """Return the class of transformers that opens such a model: one that reads images is read by its text alone."""
+    images = (
+        config.model_type
+        in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    )
+    return AutoModelForImageTextToText if images else AutoModelForCausalLM
+
+
 def _class_of(config: Any) -> type | None:
+    mapping = {AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}.get(
+        opener_of(config), MODEL_FOR_CAUSAL_LM_MAPPING
+    )
     with foreign_code(f"transformers cannot open models of type {config.model_type!r}", "choose another target"):
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        model_class = mapping.get(type(config), None)
     return model_class[0] if isinstance(model_class, tuple) else model_class
 
 
@@ -191,7 +214,7 @@ def check_weights(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:
             "different models; fetch the target again."
         )
     with foreign_code(f"{file} describes no model", "fetch the target again"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = opener_of(config).from_config(config, dtype=torch.float32)
         described = model.state_dict()
         parameters = sum(value.numel() for value in model.parameters())
     if not quantized:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
+from draftsmith.target.config import opener_of
 
 
 def find_decoder(model: Any) -> nn.Module:
@@ -41,7 +41,7 @@ def spread(path: str, config: Any, first: torch.device, count: int, trust_remote
             f"target.gpus is {count}, from {first} on, but {here}: name as many GPUs as there are, or leave target.gpus out."
         )
     with foreign_code(f"Cannot open the target {path}", "choose another target"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = opener_of(config).from_config(config, trust_remote_code=trust_remote_code)
     text = model.config.get_text_config(decoder=True)
     layers = find_layers(find_decoder(model), text.num_hidden_layers, text.model_type)
     if len(layers) < count:

@@ -17,7 +17,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
@@ -25,7 +24,7 @@ from draftsmith.foreign.records import read_dataclass
 from draftsmith.foreign.text import open_file, parse_json
 from draftsmith.foreign.weights import TensorSpan, read_header
 from draftsmith.storage import atomic_path
-from draftsmith.target.config import attention_of
+from draftsmith.target.config import attention_of, opener_of
 from draftsmith.target.folder import (
     EMBEDDINGS,
     find_projection,
@@ -163,7 +162,7 @@ def open_parts(
     source, taken = str(model_folder(path)), getattr(torch, record.dtype)
     config = load_config(source, trust_remote_code)
     with foreign_code(f"Cannot open the target {path}", "fetch it again"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = opener_of(config).from_config(
             config,
             dtype=taken,
             attn_implementation=attention_of(config, attn_implementation),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import cached_file
 
 from draftsmith.errors import UserError, first_line, why_not
@@ -32,6 +32,7 @@ from draftsmith.target.config import (
     check_quantization,
     check_weights,
     how_to_read,
+    opener_of,
     read_model_config,
 )
 from draftsmith.target.folder import TOKENIZER_FILES, read_directory, read_eos_ids, weight_files
@@ -113,7 +114,7 @@ def open_model(
         places = spread(path, config, where, gpus, trust_remote_code)
     smaller = {"out of memory": ", or take a device with more free memory"}
     with foreign_code(f"Cannot load the target {path}", how_to_read(quantized), smaller):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = opener_of(config).from_pretrained(
             source,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attention,

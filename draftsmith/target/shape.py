@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from draftsmith.foreign.code import foreign_code
-from draftsmith.target.config import attention_of
+from draftsmith.target.config import attention_of, opener_of
 from draftsmith.target.target import context_of
 
 
@@ -94,7 +93,7 @@ def shape_of(config: Any, itemsize: int) -> TargetShape:
     dtype, attention = torch.float32 if itemsize == 4 else torch.bfloat16, attention_of(config, "sdpa")
     with foreign_code("No model can be built from the target's config", "check its path"), torch.device("meta"):
         # Of a copy, as the attention is noted in it.
-        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype, attn_implementation=attention)
+        model = opener_of(config).from_config(deepcopy(config), dtype=dtype, attn_implementation=attention)
     text = model.config.get_text_config(decoder=True)
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     output, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight

@@ -89,6 +89,7 @@ SMALL_HEADS: dict[str, dict[str, Any]] = {
     "jetspec": _BLOCK,
     "medusa": {"num_heads": 3},
     "medusa2": {"num_heads": 3, "lora_r": 4, "lora_dropout": 0.0},
+    "mtp": {"qk_norm": True},
     "peagle": {"layer_ids": [2, 4, 6], "depths": 3, "num_hidden_layers": 2, "mask_token_id": 0},
 }
 """Options of a small head of three steps or more, by method; one that is not here has its own defaults."""

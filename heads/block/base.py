@@ -39,7 +39,7 @@ from draftsmith.heads.base import (
 )
 from draftsmith.heads.block import BlockOptions, check_block
 from draftsmith.heads.drafters import CachedDrafter
-from draftsmith.heads.layers.decoder_layer import CacheUpdate, EagleAttention, PlainLayer, Rotary, rotate
+from draftsmith.heads.layers.decoder_layer import CacheUpdate, NormedAttention, PlainLayer, Rotary, rotate
 from draftsmith.heads.layers.from_target import derive_layer_config, start_norm
 from draftsmith.heads.layers.row_plan import RowPlan, plan_rows
 from draftsmith.heads.layers.ttt_attention import ttt_attention
@@ -50,36 +50,6 @@ from draftsmith.target.tokens import choose_mask_token
 
 _CHUNK_BLOCKS = 512
 """Blocks that are filled in together outside of training."""
-
-
-class BlockAttention(EagleAttention):
-    """Projections of a block's states, and of the context's states, which become keys and values alone."""
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, config.hidden_size)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-
-    def query(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., N, D], normalised, not yet rotated."""
-        return _normalise(self.q_norm, super().query(x))
-
-    def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., H] -> two of [..., G, D], the keys normalised, not yet rotated."""
-        keys, values = super().key_value(x)
-        return _normalise(self.k_norm, keys), values
-
-    def together(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., H] -> queries and keys, [..., N + G, D], and values [..., G, D], in one product."""
-        qk, values = super().together(x)
-        queries, keys = qk.split((qk.shape[-2] - values.shape[-2], values.shape[-2]), -2)
-        return torch.cat([self.q_norm(queries), self.k_norm(keys)], -2), values
-
-
-def _normalise(norm: RMSNorm, x: Tensor) -> Tensor:
-    """The norm in the dtype of the projection: under autocast its fp32 weights would make the states fp32 again, which a
-    GPU's attention kernel does not take."""
-    return norm(x).to(x.dtype)
 
 
 class BlockHead(DraftHead):
@@ -141,7 +111,7 @@ class BlockHead(DraftHead):
 
     def make_layer(self) -> PlainLayer:
         """Return a new decoder layer."""
-        return PlainLayer(self.config, BlockAttention(self.config))
+        return PlainLayer(self.config, NormedAttention(self.config))
 
     def slots(self, tokens: int) -> int:
         """Return the slots of a block that drafts so many tokens."""

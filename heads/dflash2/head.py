@@ -27,9 +27,9 @@ from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.decoder.growth import chain_token_by_token
 from draftsmith.errors import UserError
 from draftsmith.heads.base import StepOutput, shift_left
-from draftsmith.heads.block.base import BlockAttention, BlockDrafter, BlockHead
+from draftsmith.heads.block.base import BlockDrafter, BlockHead
 from draftsmith.heads.dflash2 import DFlash2Options
-from draftsmith.heads.layers.decoder_layer import PlainLayer
+from draftsmith.heads.layers.decoder_layer import NormedAttention, PlainLayer
 from draftsmith.heads.selector import Selector
 from draftsmith.target.target import Target
 
@@ -63,7 +63,7 @@ class ConvLayer(PlainLayer):
     """A layer of a block with convolutions around its attention and its feed-forward part."""
 
     def __init__(self, config: LlamaConfig, options: DFlash2Options) -> None:
-        super().__init__(config, BlockAttention(config))
+        super().__init__(config, NormedAttention(config))
         shape = (config.hidden_size, options.conv_kernel_size, options.conv_group_size)
         self.attention_conv, self.mlp_conv = GroupedConv(*shape), GroupedConv(*shape)
 

@@ -3,7 +3,7 @@
 Shapes: H hidden, N query heads, G key/value heads, D head size; "..." is [B, n] or [R].
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +106,45 @@ class EagleAttention(nn.Module):
     def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys, not yet rotated, and values of x [..., width], each [..., G, D]."""
         return self.k_proj(x).unflatten(-1, (-1, self.head_dim)), self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+
+    def normalise(self, heads: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return heads [R, n, D], so many queries, keys and values, as they are rotated: with their norms, if there are any."""
+        return heads
+
+
+class NormedAttention(EagleAttention):
+    """Projections whose queries and keys are normalised per head, as in Qwen3's layers."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def query(self, x: Tensor) -> Tensor:
+        """[..., H] -> [..., N, D], normalised, not yet rotated."""
+        return _normalise(self.q_norm, super().query(x))
+
+    def key_value(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., H] -> two of [..., G, D], the keys normalised, not yet rotated."""
+        keys, values = super().key_value(x)
+        return _normalise(self.k_norm, keys), values
+
+    def together(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., H] -> queries and keys, [..., N + G, D], and values [..., G, D], in one product."""
+        qk, values = super().together(x)
+        queries, keys = qk.split((qk.shape[-2] - values.shape[-2], values.shape[-2]), -2)
+        return torch.cat([self.q_norm(queries), self.k_norm(keys)], -2), values
+
+    def normalise(self, heads: Tensor, sizes: Sequence[int]) -> Tensor:
+        """As `EagleAttention.normalise`."""
+        queries, keys, values = heads.split(list(sizes), -2)
+        return torch.cat([_normalise(self.q_norm, queries), _normalise(self.k_norm, keys), values], -2)
+
+
+def _normalise(norm: RMSNorm, x: Tensor) -> Tensor:
+    """The norm in the dtype of the projection: under autocast its fp32 weights would make the states fp32 again, which a
+    GPU's attention kernel does not take."""
+    return norm(x).to(x.dtype) if x.numel() else x
 
 
 class EagleLayer(nn.Module):

@@ -74,8 +74,9 @@ class _Layer:
         rotated, of as many rows as have cosines and sines."""
         places = [0, *accumulate(self.heads.sizes)]
         x = self.heads(given.x, slice(places[first], places[end]), given.columns, given.start)
-        heads = x.unflatten(-1, (-1, self.head_dim)).expand(len(cos_sin[0]), -1, -1)
         sizes = [n if first <= i < end else 0 for i, n in enumerate(self.sizes)]
+        heads = self.layer.self_attn.normalise(x.unflatten(-1, (-1, self.head_dim)), sizes)
+        heads = heads.expand(len(cos_sin[0]), -1, -1)
         return list(turn(heads, *cos_sin, sizes))[first:end]
 
     def output(self, attended_RND: Tensor, residual_RH: Tensor) -> Tensor:

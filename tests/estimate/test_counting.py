@@ -34,6 +34,7 @@ from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa import head as medusa
 from draftsmith.heads.medusa.head import MedusaHead
 from draftsmith.heads.medusa2 import Medusa2Options
+from draftsmith.heads.mtp import MtpOptions
 from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.registry import methods
 from draftsmith.recipe.schema import TrainSpec
@@ -81,6 +82,7 @@ CASES: dict[str, tuple[str, Any]] = {
         "eagle3",
         Eagle3Options(ttt_steps=3, hidden_size=160, train_embeddings=True, draft_vocab_size=480, fc_norm=True),
     ),
+    "mtp": ("mtp", MtpOptions(qk_norm=True, intermediate_size=300)),
     "peagle": ("peagle", PEagleOptions(depths=5, draft_vocab_size=480, mask_token_id=7)),
     "medusa": ("medusa", MedusaOptions(num_heads=4)),
     "medusa, the target's projection": ("medusa", MedusaOptions(num_heads=4, original_lm_head=True)),

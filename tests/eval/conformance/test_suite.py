@@ -30,6 +30,7 @@ from draftsmith.heads.jetspec import JetSpecOptions
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import MedusaDrafter
 from draftsmith.heads.medusa2 import Medusa2Options
+from draftsmith.heads.mtp import MtpOptions
 from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.registry import methods
 from tests.exports import replace_layout
@@ -124,6 +125,8 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
         Medusa2Options(2, original_lm_head=True, target_modules=["q_proj", "down_proj"], tune_lm_head=True),
         None,
     ),
+    "mtp": ("mtp", MtpOptions(), None),
+    "mtp, keys of its step": ("mtp", MtpOptions(step_keys=True, qk_norm=True), None),
     "peagle": ("peagle", PEagleOptions([0, 1, 2], 48, depths=4, num_hidden_layers=2), VOCAB),
     "peagle, width, window, low rank": (
         "peagle",
@@ -160,6 +163,7 @@ VARIANTS = {
     "hydra, the target's projection",
     "medusa, the target's projection",
     "medusa2, the projection too",
+    "mtp, keys of its step",
     "peagle, width, window, low rank",
 }
 """Further heads of methods that another spec is of already."""

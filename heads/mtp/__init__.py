@@ -1,0 +1,49 @@
+"""MTP: the layer for multi-token prediction that targets such as DeepSeek-V3, GLM-4.5 and Qwen3-Next come with."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from draftsmith.fields import ATTENTION_HEADS, STEPS, WIDTH, check_fields, require
+from draftsmith.heads.registry import Method
+
+
+@dataclass(frozen=True)
+class MtpOptions:
+    """What an MTP head is made of. It reads the target's last hidden state, so it takes no aux layers."""
+
+    TRAINING: ClassVar = frozenset({"mtp_steps", "step_keys"})
+
+    mtp_steps: int = field(default=3, metadata=STEPS)
+    """How many steps of its own output the head is trained on: 1 trains what targets come with, FastMTP takes 3."""
+    step_keys: bool = False
+    """In training, the rows of a step see the keys that earlier rows have in that step, as in FastMTP's published code; false: those
+    of the target's states and their own later ones, as in decoding."""
+    qk_norm: bool = False
+    """Queries and keys are normalised per head, as in Qwen3's layers."""
+    intermediate_size: int | None = field(default=None, metadata=WIDTH)
+    """Width of the feed-forward layer; null: the target's."""
+    num_attention_heads: int | None = field(default=None, metadata=ATTENTION_HEADS)
+    """Query heads; null: the target's."""
+    num_key_value_heads: int | None = field(default=None, metadata=ATTENTION_HEADS)
+    """Key/value heads; null: the target's."""
+    head_dim: int | None = field(default=None, metadata=WIDTH)
+    """Size of a head; null: the target's."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "head.")
+        require(
+            not self.step_keys or self.mtp_steps > 1,
+            "head.step_keys",
+            self.step_keys,
+            "head.mtp_steps is 1, whose keys are those of the target's states: leave it out",
+        )
+
+
+METHOD = Method(
+    __name__,
+    options=":MtpOptions",
+    drafter="draftsmith.heads.eagle.drafter:EagleDrafter",
+    layers=False,
+    trees=frozenset({"static", "drawn", "dynamic"}),
+    launcher="eagle.py",
+)

@@ -1,0 +1,108 @@
+"""MTP: one decoder layer that reads the target's last hidden states, its logits the target's own projection of its normed output.
+
+DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.2; Cai et al., "FastMTP: Accelerating LLM Inference with Enhanced
+Multi-Token Prediction" (2025) train it on its own outputs too, in steps.
+
+Shapes: B batch rows, L tokens, n tokens, H hidden (draft and target alike), V target vocab.
+
+Rows and steps are those of heads/eagle/base.py. Row t reads fc([enorm(embedding of x_{t+1}), hnorm(y_t)]), y_t being the target's
+post-final-norm state; the final norm of its output is what the target's projection makes logits of, and the next step's hidden state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+
+from draftsmith.data.batch import TrainBatch
+from draftsmith.heads.base import HeadOutput, Reads, StepOutput, Trains, shift_left
+from draftsmith.heads.eagle.base import EagleHead
+from draftsmith.heads.layers.decoder_layer import NormedAttention, PlainLayer, Rotary
+from draftsmith.heads.layers.from_target import derive_layer_config, start_norm
+from draftsmith.heads.layers.training_pass import TrainingPass
+from draftsmith.heads.mtp import MtpOptions
+from draftsmith.target.kernels import RMSNorm
+from draftsmith.target.target import Target, steady_positions
+
+
+class MtpHead(EagleHead):
+    """The MTP drafter. The target's raw input embedding [V, H] is shared and frozen. Weights start in fp32 at torch's defaults."""
+
+    method: ClassVar[str] = "mtp"
+    options_class = MtpOptions
+
+    def __init__(
+        self,
+        options: MtpOptions,
+        config: LlamaConfig,
+        target: Target,
+        layer_ids: Sequence[int] = (),
+        draft_vocab: None = None,
+    ) -> None:
+        assert draft_vocab is None, "these heads draft from all tokens"
+        super().__init__(target_head=target.head)
+        H, eps, embedding = config.hidden_size, config.rms_norm_eps, target.embedding
+        assert embedding.shape == (config.vocab_size, H)
+        self.options, self.config = options, config
+        self.reads = Reads(context_length=steady_positions(config))
+        self.trains = Trains(options.mtp_steps)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
+        self.enorm, self.hnorm = RMSNorm(H, eps=eps), RMSNorm(H, eps=eps)
+        self.fc = nn.Linear(2 * H, H, bias=False)
+        self.layers = nn.ModuleList([PlainLayer(config, NormedAttention(config) if options.qk_norm else None)])
+        self.norm = RMSNorm(H, eps=eps)
+        self.rotary_emb = Rotary(config)
+
+    def initial_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
+        """The target's last states; aux streams are not read."""
+        return last.to(self.fc.weight.dtype)
+
+    def layer_input(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of [..., H] -> the attention's input and the residual, [..., H] each."""
+        layer = self.layers[0]
+        assert isinstance(layer, PlainLayer)
+        return layer.layer_input(self.fc(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)))
+
+    def logits(self, out: Tensor) -> Tensor:
+        """The layer's output [..., H] -> fp32 draft logits [..., V], by the target's own projection."""
+        return self.target_head.logits(self.norm(out))
+
+    def feedback(self, out: Tensor) -> Tensor:
+        """The normed output [..., H] is the hidden state of the next step."""
+        return self.norm(out)
+
+    def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
+        """As `EagleHead.forward`; with `step_keys`, in training, all rows run every step, as in a text of its own."""
+        if not (self.training and self.options.step_keys):
+            return super().forward(batch, num_steps)
+        plan = self.planned(batch, num_steps)
+        seen = plan.queries[0].context
+        hidden_BLH, steps = self.initial_hidden(batch.aux, batch.last), []
+        for step, rows in enumerate(plan.rows):
+            ids, position = shift_left(batch.ids, step, 0), batch.position + step
+            ahead = replace(batch, ids=ids, position=position)
+            passing = TrainingPass(*self.stack, self.rotary_emb, position, seen, 1)
+            out_TH = self.first_step(self.reader(ahead, passing, 1), hidden_BLH, passing)
+            own = torch.searchsorted(seen.rows, rows)
+            steps.append(StepOutput(step, rows, out_TH[own], self.logits))
+            fed_TH = self.feedback(out_TH)
+            hidden_BLH = fed_TH.new_zeros(hidden_BLH.shape).flatten(0, 1).index_copy(0, seen.rows, fed_TH)
+            hidden_BLH = hidden_BLH.view(*batch.ids.shape, -1)
+        return HeadOutput(tuple(steps))
+
+
+def build(options: MtpOptions, target: Target, draft_vocab: Tensor | None) -> MtpHead:
+    """Return an untrained fp32 head for `target`, its final norm the target's. Raises UserError for dimensions that do not fit
+    together."""
+    assert draft_vocab is None, "MTP heads predict the whole vocabulary"
+    config = derive_layer_config(options, target)
+    with torch.device(target.device):
+        head = MtpHead(options, config, target)
+    start_norm(head.norm, target)
+    return head
+
+
+load = MtpHead.load

@@ -137,7 +137,7 @@ def decode(
         requests: prompts as token ids, with the most tokens of an answer.
         sampling: greedy if left out.
         num_speculative_tokens: tokens of a drafted chain, at most as many as the head drafts.
-        tree: "chain", "medusa_63", "dynamic", or a JSON file with a list of paths.
+        tree: "chain", "medusa_63", "dynamic", "best_first", "accum_logp", or a JSON file with a list of paths.
         batch: requests decoded together.
 
     Returns:
@@ -308,7 +308,7 @@ def _drafts(target: "Target", head: "DraftHead", num_speculative_tokens: int, tr
     _check_count("num_speculative_tokens", num_speculative_tokens)
     if not isinstance(tree, str | Path):
         raise UserError(
-            f"tree is {shown(tree)}: give chain, medusa_63, dynamic or the path of a JSON file with a list of paths."
+            f"tree is {shown(tree)}: give chain, medusa_63, dynamic, best_first, accum_logp or the path of a JSON file with a list of paths."
         )
     ready = head.deployed(target)
     if any(parameter.dtype != target.dtype for parameter in ready.parameters()):

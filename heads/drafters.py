@@ -1,6 +1,6 @@
 """What drafters with a head share: chains, static trees, and the cache of a head's own layers.
 
-`draft_chain` and `draft_tree` take the logits of all depths at once, for heads whose distribution depends on the depth alone.
+`draft_chain`, `draft_tree` and `draft_best` take the logits of all depths at once, for heads whose distribution depends on the depth alone.
 `grow_tree` drafts level by level, for heads whose distribution depends on the tokens before. A `CachedDrafter` runs and appends a
 round's new tokens; what its draft writes behind them is never kept: the next round overwrites it.
 
@@ -27,7 +27,7 @@ from draftsmith.decoder.draft import (
     listed,
     numbers,
 )
-from draftsmith.decoder.growth import Level, child_uniforms, growth
+from draftsmith.decoder.growth import Level, child_uniforms, growth, start_beam
 from draftsmith.decoder.sampling import DRAFT, draw, draw_children, probs
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.heads.base import DraftHead
@@ -57,6 +57,14 @@ def draft_tree(state: DecodeState, logits_BKW: Tensor, head: DraftHead, whole: S
     best_BKR = logits_BKW.topk(min(tree.ranks, logits_BKW.shape[-1]), -1).indices
     chosen_BN = best_BKR[:, shape.depth_N[1:] - 1, shape.rank_N[1:]]
     return Draft.static(state.root_B, head.target_ids(chosen_BN), tree, state.limit_B)
+
+
+def draft_best(state: DecodeState, logits_BKW: Tensor, head: DraftHead, tree: DynamicTree) -> Draft:
+    """Return a tree of each depth's most likely tokens that follows the draft's own confidence, no deeper than K."""
+    beam = start_beam(tree, state.root_B, state.limit_B, run=False)
+    for logits_BW in logits_BKW.unbind(1):
+        beam = beam.extend(logits_BW[:, None], head.target_ids)
+    return beam.draft()
 
 
 def _drawn(state: DecodeState, draft_probs_BKW: Tensor, head: DraftHead, whole: StaticTree, tree: StaticTree) -> Draft:
@@ -151,6 +159,8 @@ class HeadDrafter(StatelessDrafter):
 
     def draft_all(self, state: DecodeState, logits_BKW: Tensor) -> Draft:
         """Return the draft of K tokens, or a tree no deeper, from the logits of all depths at once."""
+        if isinstance(self.tree, DynamicTree):
+            return draft_best(state, logits_BKW, self.head, self.tree)
         if self.tree is not None:
             return draft_tree(state, logits_BKW, self.head, self.tree, drawn=self.drawn)
         return draft_chain(state, logits_BKW, self.head, greedy=self.greedy_drafts)

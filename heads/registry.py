@@ -42,7 +42,7 @@ class Method:
     either may be missing. None: both are."""
     trees: frozenset[str] = frozenset()
     """The kinds of trees it drafts: static (children are the most likely tokens), drawn (a static tree whose children
-    are drawn from the head's probabilities) and dynamic."""
+    are drawn from the head's probabilities), dynamic (EAGLE-2's) and best_first (that and accum_logp, see `DynamicTree`)."""
     served_as: str = ""
     """The method that engines take a trained head for; "": its own."""
     launcher: str = "head.py"

@@ -146,7 +146,10 @@ def test_mistakes_are_one_sentence(place: Path, loaded: tuple[draftsmith.Target,
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"tree": None}, "tree is None: give chain, medusa_63, dynamic or the path of a JSON file"),
+        (
+            {"tree": None},
+            "tree is None: give chain, medusa_63, dynamic, best_first, accum_logp or the path of a JSON file",
+        ),
         ({"tree": [[0], [0, 0]]}, r"tree is \[\[0\], \[0, 0\]\]: give chain"),
         ({"tree": Path("nowhere.json")}, "There is no tree 'nowhere.json'"),
         ({"num_speculative_tokens": 2.0}, "num_speculative_tokens is 2.0: it must be at least 1"),

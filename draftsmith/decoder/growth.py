@@ -1,7 +1,7 @@
 """Grow drafts: chains token by token, trees level by level, by the plan of a static one or the beam of a dynamic one.
 
-A dynamic tree (Li et al., "EAGLE-2", 2024, section 4) is a beam by cumulative probability, of whose candidates the best
-are kept. Ties go to the earlier candidate, so that no child is kept without its parent: candidates are numbered by
+A dynamic tree is a beam by cumulative probability, of whose candidates the best are kept; by the rule accum_logp those with the
+best parents. Ties go to the earlier candidate, so that no child is kept without its parent: candidates are numbered by
 level, and a child is never more likely than its parent.
 
 Shapes: B rows, K drafted tokens of a chain, W draft vocab. Static: n nodes of one level, m of them with children, T
@@ -131,8 +131,8 @@ def child_uniforms(state: DecodeState, tree: StaticTree, numbers_m: Tensor) -> T
 
 @dataclass(frozen=True)
 class Candidates:
-    """Nodes that a dynamic tree may keep: tokens, cumulative log-probabilities, and their parents' candidate numbers (-1 is the
-    root), all [B, c]."""
+    """Nodes that a dynamic tree may keep: tokens, the cumulative log-probabilities by which it does, and their parents' candidate
+    numbers (-1 is the root), all [B, c]."""
 
     tokens_Bc: Tensor
     score_Bc: Tensor
@@ -145,7 +145,7 @@ class Beam:
 
     tokens_Bm, score_Bm, number_Bm: the best nodes of the last level, their cumulative log-probabilities and candidate
     numbers (-1 is the root). parent_Bm: their parents, as indices into the beam before. ancestors_BmT: which of the
-    nodes run so far are ancestors of each or itself. levels: the candidates of each.
+    nodes run so far are ancestors of each or itself; None where no node is run. levels: the candidates of each.
     """
 
     tree: DynamicTree
@@ -155,30 +155,36 @@ class Beam:
     score_Bm: Tensor
     number_Bm: Tensor
     parent_Bm: Tensor
-    ancestors_BmT: Tensor
+    ancestors_BmT: Tensor | None
     levels: tuple[Candidates, ...] = ()
 
     def extend(self, logits_BmW: Tensor, target_ids: Callable[[Tensor], Tensor]) -> "Beam":
-        """Add the most likely tokens after every node of the beam as candidates; the best of them are the new beam."""
+        """Add the most likely tokens after every node of the beam as candidates; the best of them are the new beam.
+
+        logits_BmW: of the tokens after each node, or [B, 1, W] after any."""
         branching = min(self.tree.branching, logits_BmW.shape[-1])
         best = logits_BmW.float().log_softmax(-1).topk(branching, -1)
-        score_Bc = (self.score_Bm[..., None] + best.values).flatten(1)
-        tokens_Bc = target_ids(best.indices).flatten(1)
-        level = Candidates(tokens_Bc, score_Bc, self.number_Bm.repeat_interleave(branching, 1))
+        score_Bmb = self.score_Bm[..., None] + best.values
+        score_Bc, tokens_Bc = score_Bmb.flatten(1), target_ids(best.indices).expand_as(score_Bmb).flatten(1)
+        kept_by = self.score_Bm.repeat_interleave(branching, 1) if self.tree.rule == "accum_logp" else score_Bc
+        level = Candidates(tokens_Bc, kept_by, self.number_Bm.repeat_interleave(branching, 1))
         first = sum(above.score_Bc.shape[1] for above in self.levels)
-        width = min(self.tree.branching, score_Bc.shape[1])
+        width = min(self.tree.beam, score_Bc.shape[1])
         ranked = score_Bc.sort(dim=1, descending=True, stable=True)
         chosen_Bm = ranked.indices[:, :width]
         parent_Bm = chosen_Bm // branching
-        own_BmT = torch.eye(width, dtype=torch.bool, device=chosen_Bm.device).expand(len(chosen_Bm), -1, -1)
-        above_BmT = self.ancestors_BmT.gather(1, parent_Bm[..., None].expand(-1, -1, self.ancestors_BmT.shape[2]))
+        ancestors_BmT = self.ancestors_BmT
+        if ancestors_BmT is not None:
+            own_BmT = torch.eye(width, dtype=torch.bool, device=chosen_Bm.device).expand(len(chosen_Bm), -1, -1)
+            above_BmT = ancestors_BmT.gather(1, parent_Bm[..., None].expand(-1, -1, ancestors_BmT.shape[2]))
+            ancestors_BmT = torch.cat([above_BmT, own_BmT], 2)
         return replace(
             self,
             tokens_Bm=tokens_Bc.gather(1, chosen_Bm),
             score_Bm=ranked.values[:, :width],
             number_Bm=first + chosen_Bm,
             parent_Bm=parent_Bm,
-            ancestors_BmT=torch.cat([above_BmT, own_BmT], 2),
+            ancestors_BmT=ancestors_BmT,
             levels=(*self.levels, level),
         )
 
@@ -209,9 +215,9 @@ class Beam:
         )
 
 
-def start_beam(tree: DynamicTree, root_B: Tensor, limit_B: Tensor) -> Beam:
-    """Return the beam that holds the root alone."""
+def start_beam(tree: DynamicTree, root_B: Tensor, limit_B: Tensor, *, run: bool = True) -> Beam:
+    """Return the beam that holds the root alone. run: whether nodes will be run, which then need to know their ancestors."""
     zeros_B1 = torch.zeros_like(root_B)[:, None]
-    nothing_B10 = torch.zeros(len(root_B), 1, 0, dtype=torch.bool, device=root_B.device)
+    nothing_B10 = torch.zeros(len(root_B), 1, 0, dtype=torch.bool, device=root_B.device) if run else None
     score_B1 = torch.zeros(len(root_B), 1, device=root_B.device)
     return Beam(tree, root_B, limit_B, root_B[:, None], score_B1, zeros_B1 - 1, zeros_B1, nothing_B10)

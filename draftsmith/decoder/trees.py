@@ -41,16 +41,22 @@ class TreeTensors:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """The settings of a tree that follows the draft's own confidence (Li et al., "EAGLE-2", 2024, section 4).
+    """The settings of a tree that follows the draft's own confidence.
 
-    Each of the `branching` best nodes of a level gets its `branching` most likely tokens as children, `depth` levels
-    deep; of all these the `total_tokens` - 1 with the largest probability under the draft are kept (the root counts as
-    one). EAGLE's own setting depth=d is depth d + 1 here.
+    Nodes get their `branching` most likely tokens as children, `depth` levels deep, up to `total_tokens` nodes, the root
+    included. rule: which nodes there are, by their probability under the draft, that of the whole path.
+
+    - dynamic: the `branching` best of a level get children, of all of which the best are kept (Li et al., "EAGLE-2", 2024,
+      section 4). EAGLE's own setting depth=d is depth d + 1 here.
+    - best_first: the best of all possible nodes, added one at a time, which has the longest expected draft.
+    - accum_logp: the best node gets all its children at once, then the best of all the nodes without any, and so on
+      ("JetSpec", 2026).
     """
 
     depth: int
     branching: int
     total_tokens: int
+    rule: str = "dynamic"
 
     def __post_init__(self) -> None:
         for name, least in (("depth", 1), ("branching", 1), ("total_tokens", 2)):
@@ -60,13 +66,23 @@ class DynamicTree:
     @property
     def name(self) -> str:
         """The settings, for tables."""
-        return f"dynamic {self.depth}x{self.branching}, {self.total_tokens} tokens"
+        return f"{self.rule} {self.depth}x{self.branching}, {self.total_tokens} tokens"
+
+    @property
+    def beam(self) -> int:
+        """The most nodes of a level that may have children: where all nodes may, as many as there can be with any."""
+        if self.rule == "dynamic":
+            return self.branching
+        return self.total_tokens - 1 if self.rule == "best_first" else -(-(self.total_tokens - 1) // self.branching)
 
     @property
     def max_nodes(self) -> int:
         """Most nodes of a draft, the root included."""
-        candidates = self.branching + (self.depth - 1) * self.branching**2
-        return min(self.total_tokens, 1 + candidates)
+        nodes, level = 1, 1
+        for _ in range(self.depth):
+            candidates = level * self.branching
+            nodes, level = nodes + candidates, min(self.beam, candidates)
+        return min(self.total_tokens, nodes)
 
 
 @dataclass(frozen=True)

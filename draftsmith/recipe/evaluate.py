@@ -11,6 +11,7 @@ from draftsmith.eval.drafters.baseline_spec import BaselineSpec
 from draftsmith.fields import BATCH, LATER, SHARE, TOKENS, Dtype, check_fields, require, within
 
 TEMPERATURE = within(0, 100)
+GROWING = ("dynamic", "best_first", "accum_logp")
 _CHAIN = within(1, 2**13)
 
 
@@ -19,16 +20,16 @@ class DraftSpec:
     """A way to draft with a head, and the rule that accepts."""
 
     tree: str = "chain"
-    """chain; medusa_63, the published tree; a JSON file with a list of paths such as [[0], [1], [0, 0]]; or dynamic,
-    EAGLE-2's tree, which grows where the draft is confident."""
+    """chain; medusa_63, the published tree; a JSON file with a list of paths such as [[0], [1], [0, 0]]; or a tree that
+    grows where the draft is confident: dynamic, EAGLE-2's; best_first, node by node; accum_logp, JetSpec's."""
     children: Literal["likely", "drawn"] | None = field(default=None, metadata=LATER)
     """Static trees: each head's most likely tokens (null is likely), or tokens drawn from its distribution."""
     depth: int | None = field(default=None, metadata=LATER | within(1, 64))
-    """dynamic: levels of the tree; null is 6."""
+    """dynamic, best_first, accum_logp: levels of the tree; null is 6."""
     branching: int | None = field(default=None, metadata=LATER | within(1, 128))
-    """dynamic: nodes of a level that go on, and children of each; null is 8."""
+    """The same: the most children of a node, and for dynamic the nodes of a level that go on; null is 8."""
     total_tokens: int | None = field(default=None, metadata=LATER | within(2, 1024))
-    """dynamic: tokens that the target reads, the root included; null is 60."""
+    """The same: tokens that the target reads, the root included; null is 60."""
     confidence_threshold: float | None = field(default=None, metadata=LATER | within(0, 1, above=True, below=True))
     """chain: a draft ends before the first token that is less likely than this to be reached and accepted, by the head's own
     confidences (DSpark); null: it never ends early."""
@@ -55,19 +56,19 @@ class DraftSpec:
 
     def load(self) -> StaticTree | DynamicTree | None:
         """Return the tree, None for a chain. Raises UserError for an unknown name and a file that holds no tree."""
-        if self.tree != "dynamic":
+        if self.tree not in GROWING:
             return load_tree(self.tree)
-        return DynamicTree(self.depth or 6, self.branching or 8, self.total_tokens or 60)
+        return DynamicTree(self.depth or 6, self.branching or 8, self.total_tokens or 60, self.tree)
 
     def __post_init__(self) -> None:
         check_fields(self, "evaluate.drafts: ")
-        where, chain, dynamic = f"evaluate.drafts, tree {self.tree}:", self.tree == "chain", self.tree == "dynamic"
+        where, chain, dynamic = f"evaluate.drafts, tree {self.tree}:", self.tree == "chain", self.tree in GROWING
         for key in ("epsilon", "delta"):
             fits = self.acceptance == "typical" or getattr(self, key) == getattr(type(self), key)
             require(fits, f"{where} {key}", getattr(self, key), "only acceptance: typical takes it")
         for key in ("depth", "branching", "total_tokens"):
             value = getattr(self, key)
-            require(dynamic or value is None, f"{where} {key}", value, "only a dynamic tree takes it")
+            require(dynamic or value is None, f"{where} {key}", value, f"only a tree of {', '.join(GROWING)} takes it")
         value = self.confidence_threshold
         require(chain or value is None, f"{where} confidence_threshold", value, "only a chain takes it")
         static = self.children is None or not (chain or dynamic)

@@ -253,7 +253,8 @@ def check_trees(spec: Spec) -> None:
     alone = decode_batch(spec.verifier, TargetAlone(), requests, GREEDY).generations
     for kind in sorted(method.trees):
         depth, drawn = min(3, spec.length), kind == "drawn"
-        tree = DynamicTree(depth, 2, 6) if kind == "dynamic" else StaticTree.of("small", _TREE).cut(depth)
+        growing = kind in ("dynamic", "best_first")
+        tree = DynamicTree(depth, 2, 6, kind) if growing else StaticTree.of("small", _TREE).cut(depth)
         system = head_system("", spec.deployed, depth, depth, tree=tree, drawn=drawn)
         try:
             drafter = system.make(depth)
@@ -274,8 +275,8 @@ def check_drawn_trees(spec: Spec) -> None:
     replacement, from the probabilities that the training pass has for the text and the node's path; and that dynamic
     trees draft there too."""
     trees, depth = find_method(spec.method).trees, min(3, spec.length)
-    if "dynamic" in trees:
-        dynamic = head_system("", spec.deployed, depth, depth, tree=DynamicTree(depth, 2, 6), drawn=False)
+    for kind in trees & {"dynamic", "best_first"}:
+        dynamic = head_system("", spec.deployed, depth, depth, tree=DynamicTree(depth, 2, 6, kind), drawn=False)
         decode_batch(spec.verifier, dynamic.make(depth), spec.requests[:4], SAMPLED, rows=2)
     if "drawn" not in trees:
         return

@@ -270,4 +270,6 @@ def _check_tree(tree: Tree, drawn: bool, name: str, head: DraftHead) -> None:
 
 def tree_kind(tree: Tree, drawn: bool) -> str:
     """Return the name that a method's `trees` has for this kind of tree."""
-    return "dynamic" if isinstance(tree, DynamicTree) else "drawn" if drawn else "static"
+    if isinstance(tree, DynamicTree):
+        return "dynamic" if tree.rule == "dynamic" else "best_first"
+    return "drawn" if drawn else "static"

@@ -17,5 +17,5 @@ METHOD = Method(
     drafter="head:DFlashDrafter",
     formats="formats",
     layers=False,
-    trees=frozenset({"static", "drawn"}),
+    trees=frozenset({"static", "drawn", "best_first"}),
 )

@@ -29,6 +29,6 @@ METHOD = Method(
     drafter="head:MedusaDrafter",
     formats="formats",
     layers=False,
-    trees=frozenset({"static", "drawn"}),
+    trees=frozenset({"static", "drawn", "best_first"}),
     launcher="medusa.py",
 )

@@ -42,7 +42,7 @@ METHOD = Method(
     __name__,
     options=":Medusa2Options",
     drafter="draftsmith.heads.medusa.head:MedusaDrafter",
-    trees=frozenset({"static", "drawn"}),
+    trees=frozenset({"static", "drawn", "best_first"}),
     served_as="medusa",
     launcher="medusa.py",
 )

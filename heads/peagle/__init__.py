@@ -48,5 +48,5 @@ METHOD = Method(
     drafter="head:PEagleDrafter",
     formats="formats",
     layers=False,
-    trees=frozenset({"static", "drawn"}),
+    trees=frozenset({"static", "drawn", "best_first"}),
 )

@@ -1,5 +1,6 @@
 """Chains and static trees against plain loops; EAGLE-2's dynamic trees against EAGLE's own code and a slow rule."""
 
+import heapq
 import json
 from pathlib import Path
 
@@ -50,6 +51,8 @@ def test_every_round_is_that_of_eagles_own_code(setting: int) -> None:
 
 def slow_tree(probs: dict[tuple[int, ...], Tensor], tree: DynamicTree, limit: int) -> set[tuple[int, ...]]:
     """Return the paths of ids that are kept. distribution: log-probabilities after each path."""
+    if tree.rule != "dynamic":
+        return slow_best_first(probs, tree, limit)
     beam: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     candidates: list[tuple[tuple[int, ...], float]] = []
     for _ in range(tree.depth):
@@ -62,9 +65,37 @@ def slow_tree(probs: dict[tuple[int, ...], Tensor], tree: DynamicTree, limit: in
     return {path for path, _ in sorted(candidates, key=lambda c: -c[1])[: tree.total_tokens - 1]}
 
 
+def slow_best_first(probs: dict[tuple[int, ...], Tensor], tree: DynamicTree, limit: int) -> set[tuple[int, ...]]:
+    """The same by a heap: the best node is taken, or (accum_logp) all its children are."""
+    heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    kept: list[tuple[int, ...]] = []
+    while heap and len(kept) < tree.total_tokens - 1:
+        minus, path = heapq.heappop(heap)
+        if tree.rule == "best_first" and path:
+            kept.append(path)
+        if len(path) < min(tree.depth, limit):
+            ranked = sorted(range(len(probs[path])), key=lambda i: -float(probs[path][i]))[: tree.branching]
+            if tree.rule == "accum_logp":
+                kept += [(*path, i) for i in ranked[: tree.total_tokens - 1 - len(kept)]]
+            for i in ranked:
+                heapq.heappush(heap, (minus - float(probs[path][i]), (*path, i)))
+    return set(kept)
+
+
 @pytest.mark.parametrize("limits", [(4, 4), (9, 2), (1, 3)], ids=str)
 @pytest.mark.parametrize(
-    "tree", [DynamicTree(4, 3, 10), DynamicTree(4, 2, 60), DynamicTree(1, 3, 3)], ids=lambda t: t.name
+    "tree",
+    [
+        DynamicTree(4, 3, 10),
+        DynamicTree(4, 2, 60),
+        DynamicTree(1, 3, 3),
+        *(
+            DynamicTree(*sizes, rule)
+            for rule in ("best_first", "accum_logp")
+            for sizes in ((4, 3, 10), (4, 5, 40), (3, 2, 2))
+        ),
+    ],
+    ids=lambda t: t.name,
 )
 def test_the_best_candidates_are_kept(tree: DynamicTree, limits: tuple[int, int]) -> None:
     """Two rows of different limits, over distributions that depend on the whole path."""
@@ -93,6 +124,7 @@ def test_the_best_candidates_are_kept(tree: DynamicTree, limits: tuple[int, int]
     assert draft.tokens_BN[:, 0].tolist() == [90, 91]
     assert draft.parents_BN[:, 0].tolist() == [-1, -1]
     assert not draft.is_chain
+    assert draft.tokens_BN.shape[1] <= tree.max_nodes
     for row in range(2):
         found: list[tuple[int, ...]] = [()]
         for node in range(1, int(draft.nodes_B[row])):
@@ -101,6 +133,28 @@ def test_the_best_candidates_are_kept(tree: DynamicTree, limits: tuple[int, int]
             found.append((*found[parent], int(draft.tokens_BN[row, node]) - 10))
         assert set(found[1:]) == slow_tree(draft_probs[row], tree, limits[row])
         assert len(found) == len(set(found))
+
+
+@pytest.mark.parametrize("budget", [16, 64, 128, 256])
+def test_nodes_one_at_a_time_are_worth_more_than_all_children_of_the_best(budget: int) -> None:
+    """Expected tokens of a round under the draft's own probabilities: 15 depths, 7 candidates, a mean top-1 of 0.7."""
+    generator = torch.Generator().manual_seed(0)
+    top = torch.rand(50, 15, 1, generator=generator) * 0.58 + 0.41
+    rest = 0.7 ** torch.arange(6)
+    log_q = torch.cat([top, (1 - top) * rest / rest.sum()], -1).log()
+    assert float(top.mean()) == pytest.approx(0.7, abs=0.01)
+    worth = {}
+    for rule in ("best_first", "accum_logp"):
+        beam = start_beam(DynamicTree(15, 7, budget, rule), torch.zeros(50).long(), torch.full((50,), 15), run=False)
+        for depth in range(15):
+            beam = beam.extend(log_q[:, depth, None], lambda ids: ids)
+        draft = beam.draft()
+        assert draft.nodes_B.tolist() == [budget] * 50
+        rows = torch.arange(50)[:, None]
+        node_BN = log_q[rows, (draft.depth_BN - 1).clamp(min=0), draft.tokens_BN] * (draft.depth_BN > 0)
+        path_BN = (draft.ancestors_BNN.float() @ node_BN[..., None])[..., 0]
+        worth[rule] = float(path_BN.exp().sum(1).mean())
+    assert 1.13 < worth["best_first"] / worth["accum_logp"] < 1.28
 
 
 def test_equal_scores_never_part_a_child_from_its_parent() -> None:

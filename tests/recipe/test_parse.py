@@ -152,9 +152,21 @@ def test_mistakes_on_the_command_line_name_the_key(words: list[str], named: str)
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("drafts", "{tree: chain, depth: 3}", "tree chain: depth is 3: only a dynamic tree takes it"),
-        ("drafts", "{tree: medusa_63, branching: 3}", "branching is 3: only a dynamic tree takes it"),
-        ("drafts", "{tree: medusa_63, total_tokens: 9}", "total_tokens is 9: only a dynamic tree takes it"),
+        (
+            "drafts",
+            "{tree: chain, depth: 3}",
+            "tree chain: depth is 3: only a tree of dynamic, best_first, accum_logp takes it",
+        ),
+        (
+            "drafts",
+            "{tree: medusa_63, branching: 3}",
+            "branching is 3: only a tree of dynamic, best_first, accum_logp takes it",
+        ),
+        (
+            "drafts",
+            "{tree: medusa_63, total_tokens: 9}",
+            "total_tokens is 9: only a tree of dynamic, best_first, accum_logp takes it",
+        ),
         ("drafts", "{tree: dynamic, depth: 0}", "depth is 0: it must be from 1 to 64, or null"),
         ("drafts", "{tree: dynamic, children: drawn}", "children is 'drawn': only a static tree takes it"),
         ("drafts", "{tree: chain, children: likely}", "children is 'likely': only a static tree takes it"),

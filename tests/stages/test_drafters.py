@@ -163,6 +163,7 @@ def test_every_way_to_draft_is_named_and_only_certain_ones_are_simulated(
     session: Session, workplace: Path, heads: dict[str, DraftHead], bush: str
 ) -> None:
     drafts = f"{{tree: chain}}, {{tree: {bush}}}, {{tree: {bush}, children: drawn}}, {{tree: dynamic, depth: 3, total_tokens: 20}}"
+    drafts += ", {tree: best_first, depth: 2, total_tokens: 5}"
     found = selected(session, workplace, heads, f"{drafts}, {{tree: {bush}, acceptance: typical}}")
     simulated = {c.name: c.simulate is not None for c in found}
     assert simulated == {
@@ -174,6 +175,7 @@ def test_every_way_to_draft_is_named_and_only_certain_ones_are_simulated(
         "medusa": True,
         "medusa bush": True,
         "medusa bush, drawn": False,
+        "medusa best_first 2x8, 5 tokens": False,
         "medusa bush, typical (lossy)": False,
     }
     dynamic = found[3]
@@ -188,7 +190,8 @@ def test_every_way_to_draft_is_named_and_only_certain_ones_are_simulated(
     assert (drawn.info.tree, drawn.nodes(2), drawn.make(2).drawn) == ("bush, drawn", 4, True)
     # At temperature 0 drawn children are the likely ones, and the lossy rule is the exact one.
     greedy = [c.name for c in at_temperature(found, Sampling())]
-    assert greedy == ["eagle3", "eagle3 bush", "eagle3 dynamic 3x8, 20 tokens", "medusa", "medusa bush"]
+    growing = ["eagle3 dynamic 3x8, 20 tokens", "medusa best_first 2x8, 5 tokens"]
+    assert greedy == ["eagle3", "eagle3 bush", growing[0], "medusa", "medusa bush", growing[1]]
     assert [c.name for c in at_temperature(found[::-1], Sampling())] == greedy[::-1], "whatever comes first"
     assert at_temperature(found, Sampling(1.0)) == found
     alone = [c for c in found if c.name == "medusa bush, drawn"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from draftsmith.errors import UserError
-from draftsmith.target import pretrained
 from draftsmith.target.target import load_target
 from tests.models import save_tiny_target
 from tests.pretended_gpu.cuda import pretended_gpu
@@ -312,7 +312,7 @@ def test_fine_grained_float8_is_read_with_its_scales(tmp_path: Path) -> None:
 def test_weights_go_straight_to_a_gpu(index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before: dict[str, Any] = {}
     path, where = save_tiny_target(tmp_path, "llama"), torch.device("cuda", index)
-    load = pretrained.AutoModelForCausalLM.from_pretrained
+    load = AutoModelForCausalLM.from_pretrained
 
     def seen(*args: Any, **options: Any) -> Any:
         before.update(options)
@@ -320,7 +320,7 @@ def test_weights_go_straight_to_a_gpu(index: int, tmp_path: Path, monkeypatch: p
         before["tensors"] = [*loaded[0].parameters(), *loaded[0].buffers()]
         return loaded
 
-    monkeypatch.setattr(pretrained.AutoModelForCausalLM, "from_pretrained", seen)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", seen)
     with pretended_gpu(2) as gpu:
         model = load_target(path, device=where).model
         assert before["device_map"] == {"": where}
@@ -339,6 +339,6 @@ def test_a_target_larger_than_its_gpu_is_one_sentence(tmp_path: Path, monkeypatc
     def full(*_args: Any, **_options: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(pretrained.AutoModelForCausalLM, "from_pretrained", full)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
     with pretended_gpu(), pytest.raises(UserError, match=r"out of memory.*or take a device with more free memory"):
         load_target(save_tiny_target(tmp_path, "llama"), device="cuda")

@@ -8,7 +8,7 @@ from draftsmith.data.features.extract import compute_features, extract
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.export.export import export_head
-from draftsmith.heads.formats.layout import default_layout, layouts
+from draftsmith.heads.formats.layout import default_layout, layouts, layouts_of
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
@@ -85,8 +85,10 @@ def test_checkpoint_and_export_come_back(method, tmp_path):
     head = make_head(target, method).eval()
     batch = make_batch(target).to(DEVICE)
     save_head(head, tmp_path / "head", target)
-    layout = default_layout(method)
-    export_head(head, target, tmp_path / "export", dtype="float32")
-    for again in (load_head(tmp_path / "head", target), layouts()[layout].load(tmp_path / "export", target).eval()):
+    others = [load_head(tmp_path / "head", target)]
+    if layouts_of(method):
+        export_head(head, target, tmp_path / "export", dtype="float32")
+        others.append(layouts()[default_layout(method)].load(tmp_path / "export", target).eval())
+    for again in others:
         for ours, theirs in zip(head(batch, 3).steps, again(batch, 3).steps, strict=True):
             torch.testing.assert_close(theirs.logits, ours.logits)

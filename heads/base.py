@@ -50,6 +50,7 @@ class StepOutput:
         confidence: [R] the log-odds that the drafted token is accepted, given that those before it are (DSpark).
         stops: [R] bool, True where the draft ends before this token, which it must not depend on.
         selector: what chooses among the likeliest tokens; drafts then have its scores for logits. None: nothing does.
+        base: makes logits that are trained besides, at first alone (Domino).
         precision: the autocast that `project` runs in, that of the place where the step was made.
     """
 
@@ -61,6 +62,7 @@ class StepOutput:
     confidence: Tensor | None = None
     stops: Tensor | None = None
     selector: Selector | None = None
+    base: Callable[..., Tensor] | None = None
     precision: tuple[torch.dtype, bool] = (torch.float32, False)
 
     def __post_init__(self) -> None:
@@ -94,11 +96,12 @@ class StepOutput:
         logits = self.projected(*inputs)
         return logits if self.selector is None else self.selector.chosen(logits, *inputs)
 
-    def projected(self, *inputs: Tensor) -> Tensor:
-        """Return the logits of such inputs, before any selector, in the step's precision."""
-        dtype, enabled = self.precision
+    def projected(self, *inputs: Tensor, base: bool = False) -> Tensor:
+        """Return the logits of such inputs, before any selector, in the step's precision; or those of `base`."""
+        (dtype, enabled), project = self.precision, self.base if base else self.project
+        assert project is not None
         with torch.autocast(self.rows.device.type, dtype if enabled else None, enabled=enabled):
-            return self.project(*inputs)
+            return project(*inputs)
 
 
 @dataclass(frozen=True)
@@ -190,7 +193,7 @@ class Trains:
     steps: int = 1
     """Steps (or heads) that the training loss sums over."""
     outputs: frozenset[str] = frozenset()
-    """Fields of the output that it fills besides logits: `feature`, `confidence` (which `calibrate` fits after training), and
+    """Fields of the output that it fills besides logits: `feature`, `confidence` (which `calibrate` fits after training), `base`, and
     `tuned` where training tunes the target too."""
     blocks: bool = False
     """The steps of a row are the slots of a block, which is drafted at once: they share one projection."""

@@ -84,6 +84,7 @@ make_draft_model = maker("draft_model")
 make_dflash = maker("dflash", **BLOCK, block_size=4)
 make_jetspec = maker("jetspec", **BLOCK, block_size=4)
 make_dflash2 = maker("dflash2", **BLOCK, block_size=4, conv_group_size=8, selector_rank=6, selector_top_k=7)
+make_domino = maker("domino", **BLOCK, block_size=4, gru_hidden_dim=6, emb_dim=5)
 make_medusa = maker("medusa", drafting=False, num_heads=3)
 make_hydra = maker("hydra", drafting=False, num_heads=3)
 
@@ -98,6 +99,7 @@ def make_dspark(*args: Any, **options: Any) -> DraftHead:
 PLAIN = {
     "dflash": make_dflash,
     "dflash2": make_dflash2,
+    "domino": make_domino,
     "draft_model": make_draft_model,
     "dspark": make_dspark,
     "eagle1": make_eagle1,

@@ -81,6 +81,7 @@ _BLOCK = {"layer_ids": [2, 4, 6], "block_size": 4, "mask_token_id": 0, "num_laye
 SMALL_HEADS: dict[str, dict[str, Any]] = {
     "dflash": _BLOCK,
     "dflash2": {**_BLOCK, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6},
+    "domino": {**_BLOCK, "gru_hidden_dim": 6, "emb_dim": 4},
     "draft_model": {"num_hidden_layers": 1},
     "dspark": {**_BLOCK, "markov_rank": 4},
     "eagle1": {"aligned_passes": 3},

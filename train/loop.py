@@ -278,11 +278,10 @@ class _Run:
         set_lr(self.optimizers, factor)
         if self.spec.optimizer == "muon":
             self.pace.extra["muon_lr"] = factor * self.spec.muon_lr
-        warmup_weight = self.spec.loss.warmup_weight(progress.step / self.total)
         for micro in window:
             batch = self.feed.batch(micro)
             with accelerator.accumulate(self.model):
-                scored = LossOutput(*self.model(batch, warmup_weight, known))
+                scored = LossOutput(*self.model(batch, progress.step / self.total, known))
                 accelerator.backward(scored.loss_sum * (scale * micro.counts))
                 added = step_sums(scored, micro.tokens)
                 sums = torch.zeros_like(added) if sums is None else sums

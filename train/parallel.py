@@ -65,11 +65,11 @@ class WrappedHead(nn.Module):
         self.head, self.loss = head, loss
         self._target_head = [target_head]  # in a list, so that it is not a part
 
-    def forward(self, batch: TrainBatch, warmup_weight: float, scale: float) -> tuple[Tensor | None, ...]:
+    def forward(self, batch: TrainBatch, progress: float, scale: float) -> tuple[Tensor | None, ...]:
         """Return the fields of a LossOutput: FSDP2 and DeepSpeed look for tensors in tuples alone. See `head_loss`."""
         output = self.head(batch, self.head.trains.steps)
         (target_head,) = self._target_head
-        scored = head_loss(output, batch, target_head, self.head.draft_vocab, self.loss, warmup_weight, scale=scale)
+        scored = head_loss(output, batch, target_head, self.head.draft_vocab, self.loss, progress, scale=scale)
         return tuple(getattr(scored, field.name) for field in fields(LossOutput))
 
 

@@ -268,7 +268,8 @@ def start_sglang(algorithm: str) -> Start:
     def lines(serving: Serving) -> list[Snippet]:
         K = serving.tokens
         server = ["python", "-m", "sglang.launch_server", "--model-path", serving.target]
-        chain = ["--speculative-num-steps", f"{K}", "--speculative-eagle-topk", "1"]
+        # DFLASH sets both to 1 itself.
+        chain = [] if algorithm == "DFLASH" else ["--speculative-num-steps", f"{K}", "--speculative-eagle-topk", "1"]
         words = (
             [*server, "--speculative-algorithm", algorithm, *_on("--tp-size", serving.gpus)],
             ["--speculative-draft-model-path", serving.draft],

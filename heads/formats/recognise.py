@@ -20,7 +20,7 @@ from draftsmith.heads.registry import find_method, is_known, methods, served_met
 from draftsmith.target.folder import read_object
 from draftsmith.target.target import Target
 
-HINT = "give a draftsmith checkpoint or the folder of an EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark, JetSpec, Medusa or Hydra head, or of a small Llama"
+HINT = "give a draftsmith checkpoint or the folder of an EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DFlash2, Domino, DSpark, JetSpec, Medusa or Hydra head, or of a small Llama"
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,7 @@ class _Piece:
         block: [R] the number of the row's block among the piece's, with D-PACE.
         blocks: how many these may be.
         selector, more: that of `StepOutput`, and the inputs that it takes.
+        base: makes the logits of the `base` of `StepOutput`.
     """
 
     rows: Tensor
@@ -115,6 +116,7 @@ class _Piece:
     confidence: Tensor | None
     selector: Selector | None
     more: Sequence[Tensor]
+    base: Callable[[], Tensor] | None
 
 
 def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[_Piece, Tensor, Tensor], Tensor]:
@@ -174,7 +176,7 @@ def head_loss(
     target_head: TargetHead,
     draft_vocab: Tensor | None,
     spec: LossSpec,
-    warmup_weight: float = 1.0,
+    progress: float = 1.0,
     piece_size: int | None = None,
     scale: float = 1.0,
 ) -> LossOutput:
@@ -184,14 +186,16 @@ def head_loss(
     target argmax (`batch.top1`) is outside the draft vocabulary are dropped from the loss but stay in `rows`, in
     `step_rows`, and count as misses (docs/algorithms.md, rule 8). Everything runs in fp32, also under
     autocast.
-    draft_vocab: [W] sorted target ids, None for all. warmup_weight: multiplies the losses of the draft, see
-    `LossSpec.warmup_weight`. piece_size: logits that are there at a time, None for those of `PIECE`. scale: see `sum_pieces`. The teacher
+    draft_vocab: [W] sorted target ids, None for all. progress: the part of the training that is done, which
+    `LossSpec.warmup_weight` and `LossSpec.base_part` go by. piece_size: logits that are there at a time, None for those of `PIECE`. scale: see `sum_pieces`. The teacher
     of a target that is tuned too (output.tuned) is the original.
     """
     device, steps, plan = batch.ids.device, output.steps, _planned(output, batch, spec)
     weights, loss_of = plan.weights, _row_terms(spec, batch, output.tuned is not None)
-    depth_S = (plan.depths_S * warmup_weight).float()
-    terms = _RowTerms(spec, loss_of, weights, depth_S, torch.arange(len(steps), device=device))
+    depth_S = (plan.depths_S * spec.warmup_weight(progress)).float()
+    terms = _RowTerms(
+        spec, loss_of, weights, depth_S, torch.arange(len(steps), device=device), spec.base_part(progress)
+    )
     tuned_terms = None if output.tuned is None else partial(_tuned_terms, spec, weights)
     assert output.tuned is None or draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
     with torch.autocast(device.type, enabled=False):
@@ -218,7 +222,8 @@ class _RowTerms:
     """Makes the weighted loss and the figures of rows: (rows, [R, W] log q) -> a scalar, and by step the losses, the right guesses, the
     acceptance and the rows, then D-PACE's weights and `LossOutput.selector`, where there are such.
 
-    loss_of: see `_row_terms`. weights: see `LossPlan`. depth_S, number_S: the steps' weights and numbers.
+    loss_of: see `_row_terms`. weights: see `LossPlan`. depth_S, number_S: the steps' weights and numbers. base_part: see
+    `LossSpec.base_part`.
     """
 
     spec: LossSpec
@@ -226,6 +231,7 @@ class _RowTerms:
     weights: Tensor | None
     depth_S: Tensor
     number_S: Tensor
+    base_part: float
 
     def __call__(self, piece: _Piece, log_q_RW: Tensor) -> tuple[Tensor, Tensor]:
         spec, teacher = self.spec, piece.teacher
@@ -236,6 +242,9 @@ class _RowTerms:
             trained_R = kept_R * (label_R >= 0)
             slot_R = self._slots(piece, base(log_q_RW.detach(), teacher), trained_R)
         loss_R = self.loss_of(piece, log_q_RW, trained_R)
+        if piece.base is not None and self.base_part:
+            log_base_RW = torch.log_softmax(piece.base(), -1, dtype=torch.float32)
+            loss_R = torch.lerp(loss_R, self.loss_of(piece, log_base_RW, trained_R), self.base_part)
         loss_R = loss_R if self.weights is None else loss_R * self.weights[piece.rows]
         weighed_R, choice = loss_R * slot_R, None
         if piece.selector is not None:
@@ -338,7 +347,7 @@ def _sums(
             first = steps[group[0]]
             own = [[value for (k, _), value in zip(columns, values, strict=True) if k == step] for step in group]
             joined = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*own, strict=True)]
-            others = joined[len(first.sources) :]
+            inputs, others = joined[: len(first.sources)], joined[len(first.sources) :]
             index_R = torch.cat([indices[k][here[k]] for k in group])
             position_R = unique_U[index_R]
             piece = _Piece(
@@ -351,9 +360,10 @@ def _sums(
                 None if first.feature is None else others[0],
                 None if first.confidence is None else others[-1],
                 first.selector,
-                joined[1 : len(first.sources)],
+                inputs[1:],
+                None if first.base is None else partial(first.projected, *inputs, base=True),
             )
-            log_q_RW = torch.log_softmax(first.projected(*joined[: len(first.sources)]), -1, dtype=torch.float32)
+            log_q_RW = torch.log_softmax(first.projected(*inputs), -1, dtype=torch.float32)
             if first.offset >= 0 or tuned_terms is None:
                 loss, more = terms(piece, log_q_RW)
                 figures = more if figures is None else figures + more

@@ -71,6 +71,11 @@ class LossSpec:
     heads that do (DFlash2), 0 for others."""
     selector_labels: SelectorLabels = field(default="teacher", metadata=LATER)
     """Which token is to be chosen: teacher, the target's likeliest; data, the text's own."""
+    base_weight: float | None = field(default=None, metadata=LATER | SHARE)
+    """Weight, at the start of the training, of the loss of a head's logits before their correction, while that of the corrected ones has
+    the rest of 1; null: 1 for heads with such logits (Domino), 0 for others."""
+    base_share: float = field(default=0.5, metadata=LATER | within(0, 1, "a share of the training"))
+    """Share of the training over which that weight falls to 0, along a line."""
     tuned_kind: TunedKind = field(default="kl", metadata=LATER)
     """What a target that is tuned with the head (Medusa-2) learns: kl, the original's own distribution, so that it changes as
     little as it can (self-distillation); hard_ce, the text."""
@@ -167,6 +172,9 @@ class LossSpec:
             self._refuse(
                 key, not choosing and self.selector_weight != 0, f"{heads} choose among no candidates: leave it out"
             )
+        for key in ("base_weight", "base_share"):
+            needless = "base" not in trains.outputs and self.base_weight != 0
+            self._refuse(key, needless, f"{heads} correct no logits: leave it out, or train domino")
         why = f"{head.method} heads leave the target as it is: leave it out, or train medusa2"
         for key in ("tuned_kind", "tuned_weight", "ramp"):
             self._refuse(key, not tunes_target and getattr(self, key) != 0, why)
@@ -190,6 +198,11 @@ class LossSpec:
         2.3.2).
         """
         return 1.0 if progress >= self.ramp else sin(pi / 2 * progress / self.ramp)
+
+    def base_part(self, progress: float) -> float:
+        """Return the weight of the loss of logits before their correction, of heads that have such, at `progress` (0 to 1)."""
+        start = 1.0 if self.base_weight is None else self.base_weight
+        return 0.0 if progress >= self.base_share else start * (1 - progress / self.base_share)
 
     def check_steps(self, steps: int) -> None:
         """Raise UserError where the weights are not those of a head that is trained on `steps` steps (or heads)."""

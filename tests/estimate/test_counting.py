@@ -19,6 +19,7 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.block import base as block_base
 from draftsmith.heads.dflash import DFlashOptions
 from draftsmith.heads.dflash2 import DFlash2Options
+from draftsmith.heads.domino import DominoOptions
 from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.dspark import DSparkOptions
 from draftsmith.heads.eagle1 import Eagle1Options
@@ -64,6 +65,7 @@ CASES: dict[str, tuple[str, Any]] = {
         "dflash2",
         DFlash2Options([1, 3, 5], 480, block_size=4, mask_token_id=0, num_layers=2, selector_rank=24, sliding_window=9),
     ),
+    "domino": ("domino", DominoOptions([1, 3], 480, 4, 0, 2, gru_hidden_dim=72, emb_dim=24)),
     "dspark": ("dspark", DSparkOptions([1, 3], 400, block_size=3, mask_token_id=0, num_layers=2, markov_rank=36)),
     "draft model": (
         "draft_model",

@@ -32,7 +32,12 @@ LOSSES = {
     "dflash": _LABELS,
     "dflash2": _LABELS,
     "jetspec": LossSpec(kind="kl", decay=1.0, normalize="weights"),
+    "domino": _LABELS,
     "dspark": LossSpec(kind="tv", weight=1.8, also={"hard_ce": 0.1}, decay=exp(-1 / 4), normalize="weights"),
+}
+MORE = {
+    "dflash2": {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 8},
+    "domino": {"gru_hidden_dim": 8, "emb_dim": 6},
 }
 
 
@@ -119,7 +124,7 @@ def trained(method: str, temperature: float = 0.0, vocab: bool = False) -> tuple
     features = compute_features(target, samples, (0, 1), target.dtype)
     seeds = [[row_key(0, sample.sample_id)] for sample in samples]
     batch = collate([[f] for f in features], max(len(f.ids) for f in features), seeds=seeds)
-    more = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 8} if method == "dflash2" else {}
+    more = MORE.get(method, {})
     head = make_head(method, target, torch.arange(0, 160, 2) if vocab else None, layer_ids=[0, 1], block_size=4, **more)
     optimizer = torch.optim.Adam([p for p in head.train().parameters() if p.requires_grad], lr=1e-2)
     for _ in range(40 if temperature == 0 else 16):

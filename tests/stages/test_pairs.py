@@ -26,6 +26,7 @@ TABLE = """
     dflash       kl          chain    bf16  online  muon
     dflash       tv          chain    no    store   adamw
     dflash2      argmax_ce   chain    bf16  online  adamw
+    domino       hard_ce     chain    bf16  store   adamw
     draft_model  hard_ce     chain    bf16  online  adamw
     draft_model  jsd         chain    no    online  muon
     draft_model  lk_alpha    chain    no    online  muon
@@ -79,7 +80,7 @@ TREES = {
     "eagle1": "chain bush dynamic",
     "eagle3": "chain bush dynamic",
     "mtp": "chain bush dynamic",
-    **dict.fromkeys(("dflash2", "draft_model", "dspark"), "chain"),
+    **dict.fromkeys(("dflash2", "domino", "draft_model", "dspark"), "chain"),
 }
 """What a method drafts; the others chains and bushes."""
 BUSH = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]

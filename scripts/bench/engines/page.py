@@ -28,6 +28,7 @@ BLOCK = re.compile(r"(<!-- engines: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 METHOD_TITLES = {
     "dflash": "DFlash",
     "dflash2": "DFlash2",
+    "domino": "Domino",
     "dspark": "DSpark",
     "jetspec": "JetSpec",
     "draft_model": "draft model",
@@ -40,6 +41,7 @@ METHOD_TITLES = {
 SHOWN: dict[str, dict[str, Any]] = {
     "dflash": {"tokens": 3, "layer_ids": (1, 3, 5)},
     "dflash2": {"tokens": 3, "layer_ids": (1, 3, 5)},
+    "domino": {"tokens": 3, "layer_ids": (1, 3, 5)},
     "dspark": {"tokens": 3, "layer_ids": (1, 3, 5)},
     "jetspec": {"tokens": 3, "layer_ids": (1, 3, 5)},
     "eagle3": {"layer_ids": (1, 3, 5)},

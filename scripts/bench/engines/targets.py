@@ -93,9 +93,10 @@ def read_sglang(folder: Path) -> Answer:
 
     version = re.search(r"^Version: (.+)$", next(folder.glob("sglang-*.dist-info/METADATA")).read_text(), re.MULTILINE)
     assert version is not None
-    layers, ends = "set_eagle3_layers_to_capture", "get_embed_and_head"
-    how = f"the classes with the method `{ends}`, and for states `{layers}` too, in the sources"
-    return {"version": version[1], "asked": how, "states": answers(layers, ends), "ends": answers(ends)}
+    layers, blocks, ends = "set_eagle3_layers_to_capture", "set_dflash_layers_to_capture", "get_embed_and_head"
+    how = f"the classes with the method `{ends}`, and for states `{layers}` too; for blocks with `{blocks}`; in the sources"
+    answered = {"states": answers(layers, ends), "ends": answers(ends), "blocks": answers(blocks)}
+    return {"version": version[1], "asked": how, **answered}
 
 
 def _is_a_draft(name: str) -> bool:

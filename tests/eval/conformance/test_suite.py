@@ -15,6 +15,7 @@ from draftsmith.heads import drafters, plan
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.dflash import DFlashOptions
 from draftsmith.heads.dflash2 import DFlash2Options
+from draftsmith.heads.domino import DominoOptions
 from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.drafters import HeadDrafter, LayerCache
 from draftsmith.heads.dspark import DSparkOptions
@@ -83,6 +84,16 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
             selector_top_k=4,
             sliding_window=7,
         ),
+        None,
+    ),
+    "domino": (
+        "domino",
+        DominoOptions([1, 2], None, 3, 0, 1, 6, gru_hidden_dim=12, emb_dim=8),
+        None,
+    ),
+    "domino, tokens in place": (
+        "domino",
+        DominoOptions([1, 2], None, 4, 0, 1, 6, gru_hidden_dim=8, emb_dim=4, shift_label=False),
         None,
     ),
     "dspark, not confident": (
@@ -154,6 +165,7 @@ def spec(name: str, **changes: Any) -> Spec:
 VARIANTS = {
     "dflash, draft vocabulary",
     "dflash2, window",
+    "domino, tokens in place",
     "dspark, not confident",
     "draft model of the target's layers",
     "eagle3, layers, width, window",
@@ -167,7 +179,7 @@ VARIANTS = {
     "peagle, width, window, low rank",
 }
 """Further heads of methods that another spec is of already."""
-RELATIVES = {"dflash2", "dspark", "jetspec", "medusa2", "peagle"}
+RELATIVES = {"dflash2", "domino", "dspark", "jetspec", "medusa2", "peagle"}
 """Methods that share most of their code with dflash, medusa and eagle3."""
 
 

@@ -13,9 +13,9 @@ from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.formats.recognise import load_head, recognise
 from draftsmith.target.target import Target
-from tests.exports import LLAMA3, VOCAB, make_dflash, make_dflash2, make_dspark, make_jetspec, make_target
+from tests.exports import LLAMA3, VOCAB, make_dflash, make_dflash2, make_domino, make_dspark, make_jetspec, make_target
 
-MAKE = {"dflash": make_dflash, "dflash2": make_dflash2, "dspark": make_dspark, "jetspec": make_jetspec}
+MAKE = {"dflash": make_dflash, "dflash2": make_dflash2, "domino": make_domino, "dspark": make_dspark, "jetspec": make_jetspec}
 
 
 def edit(folder: Path, **changes: Any) -> Path:
@@ -94,6 +94,14 @@ SIZES = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selec
 MASKS = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4]}
 SECTION = {**MASKS, **SIZES}
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
+DOMINO = {
+    **MASKS,
+    "projector_type": "domino",
+    "emb_dim": 5,
+    "gru_hidden_dim": 6,
+    "pure_draft_prefix_len": 1,
+    "shift_label": True,
+}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"is_causal": True}, "causal or sliding attention"),
     ("dflash", {"layer_types": ["sliding_attention"] * 2}, "causal or sliding attention"),
@@ -131,6 +139,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("jetspec", {"layer_types": ["sliding_attention"] * 2}, "bidirectional or sliding attention"),
     ("jetspec", {"sample_from_anchor": True}, "with which the first slot drafts too"),
     ("jetspec", {"speculators_model_type": "jetspec", "dflash_config": None}, "the format of speculators"),
+    ("domino", {"dflash_config": {**DOMINO, "projector_type": "lilicorr"}}, "another projector_type than domino"),
+    ("domino", {"dflash_config": {**DOMINO, "emb_dim": None}}, "Domino head"),
+    ("domino", {"dflash_config": {**DOMINO, "emb_dim": 2.5}}, "Domino head"),
+    ("domino", {"dflash_config": {**DOMINO, "shift_label": "yes"}}, "shift_label is true or false"),
+    ("domino", {"dflash_config": {**DOMINO, "pure_draft_prefix_len": 4}}, "none of which would be corrected"),
+    ("domino", {"dflash_config": {**DOMINO, "output_multiplier": 2.0}}, "dflash_config.output_multiplier"),
     ("dspark", {"sample_from_anchor": False}, "whose first slot drafts nothing"),
     ("dspark", {"markov_head_type": "rnn"}, "another Markov head"),
     ("dspark", {"confidence_head_with_markov": False}, "a confidence that does not read the token before"),

@@ -24,7 +24,7 @@ VLLM_METHODS = {
     "medusa_vllm": "medusa",
     "peagle": "eagle3",
 }
-SGLANG_ALGORITHMS = {"draft_model": "STANDALONE", "eagle1_sglang": "EAGLE", "eagle3": "EAGLE3"}
+SGLANG_ALGORITHMS = {"domino": "DFLASH", "draft_model": "STANDALONE", "eagle1_sglang": "EAGLE", "eagle3": "EAGLE3"}
 TENSORRT_LLM_KEYS = {
     "draft_model": {"decoding_type": "DraftTarget"},
     "eagle3": {"decoding_type": "Eagle3", "eagle3_layers_to_capture": [0, 2, 4]},
@@ -81,8 +81,11 @@ def test_every_export_says_how_each_engine_is_started(layout, tmp_path):
             assert after(words, "--tensor-parallel-size") == "2"
         if "--speculative-algorithm" in words and layout in SGLANG_ALGORITHMS:
             assert after(words, "--speculative-algorithm") == SGLANG_ALGORITHMS[layout]
-            assert after(words, "--speculative-num-steps") == "5"
-            assert after(words, "--speculative-num-draft-tokens") == "6"
+            if layout == "domino":
+                assert "--speculative-num-steps" not in words, "it has a block, not steps"
+            else:
+                assert after(words, "--speculative-num-steps") == "5"
+            assert after(words, "--speculative-num-draft-tokens") == ("4" if layout == "domino" else "6")
             assert after(words, "--tp-size") == "2"
         if words[0] == "text-generation-launcher":
             assert (after(words, "--speculate"), after(words, "--num-shard")) == ("3", "2")

@@ -108,15 +108,15 @@ def test_a_tuned_target_has_a_loss_of_its_own(kind, normalize, target, batch):
         same += int(p.argmax()) == int(one.argmax())
     draft = float(head_loss(output, batch, target.head, None, spec).loss_sum)
 
-    def scored(spec: LossSpec, warmup: float = 1.0) -> Any:
-        return head_loss(HeadOutput(output.steps, tuned), batch, target.head, None, spec, warmup)
+    def scored(spec: LossSpec, progress: float = 1.0) -> Any:
+        return head_loss(HeadOutput(output.steps, tuned), batch, target.head, None, spec, progress)
 
     found = scored(spec)
     assert found.tuned.tolist() == pytest.approx([loss, apart, same, len(rows)], rel=1e-4)
     assert float(found.loss_sum) == pytest.approx(draft + loss, rel=1e-4)
     assert float(scored(replace(spec, tuned_weight=0.3)).loss_sum) == pytest.approx(draft + 0.3 * loss, rel=1e-4)
     assert float(scored(replace(spec, weight=None)).loss_sum) == pytest.approx(0.2 * draft + loss, rel=1e-4)
-    assert float(scored(spec, 0.25).loss_sum) == pytest.approx(0.25 * draft + loss, rel=1e-4)
+    assert float(scored(replace(spec, ramp=1.0), 1 / 3).loss_sum) == pytest.approx(0.5 * draft + loss, rel=1e-4)
 
 
 @pytest.mark.parametrize("normalize", ["rows", "sequence"])

@@ -122,7 +122,7 @@ def test_the_heads_loss_reaches_the_adapter_and_the_weights_stand_for_what_they_
     def gradients(share: float, **changes: float) -> tuple[float, float]:
         head.zero_grad()
         spec = LossSpec(kind="hard_ce", **changes)
-        head_loss(head(batch, 3), batch, target.head, None, spec, warmup_weight=share).loss_sum.backward()
+        head_loss(head(batch, 3), batch, target.head, None, spec, progress=share).loss_sum.backward()
         sums = [
             sum(
                 float(p.grad.abs().sum())
@@ -135,7 +135,7 @@ def test_the_heads_loss_reaches_the_adapter_and_the_weights_stand_for_what_they_
         return sums[0], sums[1]
 
     assert all(value > 0 for value in gradients(1.0, tuned_weight=0.0))
-    adapter, blocks = gradients(0.0)
+    adapter, blocks = gradients(0.0, ramp=0.5)
     assert adapter > 0
     assert blocks == 0, "at the start of the ramp the target alone learns"
     whole, part = gradients(1.0, weight=1.0)[1], gradients(1.0)[1]

@@ -29,6 +29,25 @@ from draftsmith.heads.block.base import BlockDrafter, BlockHead
 from draftsmith.heads.domino import DominoOptions
 
 
+class PrefixGru(nn.Module):
+    """torch's GRU, one layer without biases. Not `nn.GRU`, whose weak references to its weights keep these from moving between devices."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.weight_ih_l0 = nn.Parameter(torch.empty(3 * hidden, width))
+        self.weight_hh_l0 = nn.Parameter(torch.empty(3 * hidden, hidden))
+        for weight in self.parameters():
+            nn.init.uniform_(weight, -(hidden**-0.5), hidden**-0.5)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens' embeddings [R, K, H] and the state before them [1, R, G], None for zeros -> all states [R, K, G], and the last."""
+        weights = (self.weight_ih_l0, self.weight_hh_l0)
+        state = x.new_zeros(1, len(x), weights[1].shape[1]) if state is None else state
+        # Without dropout `train` changes nothing but what cuDNN keeps for the gradient.
+        out, last = torch.gru(x.transpose(0, 1), state, weights, False, 1, 0.0, torch.is_grad_enabled(), False, False)
+        return out.transpose(0, 1), last
+
+
 class DominoHead(BlockHead):
     """The Domino drafter. prefix_gru and embed_proj are named as in the published files."""
 
@@ -42,7 +61,7 @@ class DominoHead(BlockHead):
         super().__init__(options, config, *others)
         H, G, E = config.hidden_size, options.gru_hidden_dim, options.emb_dim
         W = config.vocab_size if self.draft_vocab is None else len(self.draft_vocab)
-        self.prefix_gru = nn.GRU(H, G, bias=False, batch_first=True)
+        self.prefix_gru = PrefixGru(H, G)
         last = nn.Linear(E, W, bias=False)
         nn.init.zeros_(last.weight)
         self.embed_proj = nn.Sequential(nn.Linear(H + G, E, bias=False), nn.SiLU(), last)

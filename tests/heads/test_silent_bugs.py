@@ -1,7 +1,8 @@
 """Bugs of other trainers and engines that nothing says and acceptance pays for, each by its name, of every method that could have it.
 
 A window that is one block too wide is in tests/heads/dflash2/test_head.py, what reads a published head otherwise than it was trained in
-tests/heads/block/test_formats.py: a fill-in head as one that samples from its anchor, a causal one both ways.
+tests/heads/block/test_formats.py: a fill-in head as one that samples from its anchor, a causal one both ways; a GRU with the reset gate before the
+product in tests/heads/domino/test_head.py.
 """
 
 from dataclasses import replace

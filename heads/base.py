@@ -45,12 +45,11 @@ class StepOutput:
         rows: [R] int64 flat indices b*L+t, ascending.
         inputs: [R, ...], what `project` makes the logits of, one tensor or several.
         project: inputs of any rows, or of none -> logits [rows, W], called once the head has returned and as often as they are asked for. It uses
-            them and parameters, and no other tensor with a gradient.
+            them and parameters, and no other tensor with a gradient. base: the same for logits that are trained besides (Domino).
         feature: [R, H] the predicted last state of the target at position t+1+offset (EAGLE-1).
         confidence: [R] the log-odds that the drafted token is accepted, given that those before it are (DSpark).
         stops: [R] bool, True where the draft ends before this token, which it must not depend on.
         selector: what chooses among the likeliest tokens; drafts then have its scores for logits. None: nothing does.
-        base: makes logits that are trained besides, at first alone (Domino).
         precision: the autocast that `project` runs in, that of the place where the step was made.
     """
 
@@ -97,11 +96,10 @@ class StepOutput:
         return logits if self.selector is None else self.selector.chosen(logits, *inputs)
 
     def projected(self, *inputs: Tensor, base: bool = False) -> Tensor:
-        """Return the logits of such inputs, before any selector, in the step's precision; or those of `base`."""
-        (dtype, enabled), project = self.precision, self.base if base else self.project
-        assert project is not None
+        """Return the logits of such inputs, before any selector, in the step's precision; or those of `base`, if it has one."""
+        dtype, enabled = self.precision
         with torch.autocast(self.rows.device.type, dtype if enabled else None, enabled=enabled):
-            return project(*inputs)
+            return (self.base or self.project)(*inputs) if base else self.project(*inputs)
 
 
 @dataclass(frozen=True)

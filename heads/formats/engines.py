@@ -263,12 +263,11 @@ def start_speculators(serving: Serving) -> list[Snippet]:
 
 
 def start_sglang(algorithm: str) -> Start:
-    """SGLang with the algorithm of that name."""
+    """SGLang with the algorithm of that name. DFLASH sets steps and top-k itself."""
 
     def lines(serving: Serving) -> list[Snippet]:
         K = serving.tokens
         server = ["python", "-m", "sglang.launch_server", "--model-path", serving.target]
-        # DFLASH sets both to 1 itself.
         chain = [] if algorithm == "DFLASH" else ["--speculative-num-steps", f"{K}", "--speculative-eagle-topk", "1"]
         words = (
             [*server, "--speculative-algorithm", algorithm, *_on("--tp-size", serving.gpus)],

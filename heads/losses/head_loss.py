@@ -349,11 +349,10 @@ def _sums(
             joined = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*own, strict=True)]
             inputs, others = joined[: len(first.sources)], joined[len(first.sources) :]
             index_R = torch.cat([indices[k][here[k]] for k in group])
-            position_R = unique_U[index_R]
             piece = _Piece(
                 torch.cat([steps[k].rows[here[k]] for k in group]),
                 torch.cat([number_S[k].expand(here[k].stop - here[k].start) for k in group]),
-                position_R,
+                unique_U[index_R],
                 teacher.select(index_R - asked.start),
                 torch.cat([plan.blocks[k][here[k]] for k in group]) - number * count if plan.blocks else None,
                 count,

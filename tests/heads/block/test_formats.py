@@ -15,7 +15,13 @@ from draftsmith.heads.formats.recognise import load_head, recognise
 from draftsmith.target.target import Target
 from tests.exports import LLAMA3, VOCAB, make_dflash, make_dflash2, make_domino, make_dspark, make_jetspec, make_target
 
-MAKE = {"dflash": make_dflash, "dflash2": make_dflash2, "domino": make_domino, "dspark": make_dspark, "jetspec": make_jetspec}
+MAKE = {
+    "dflash": make_dflash,
+    "dflash2": make_dflash2,
+    "domino": make_domino,
+    "dspark": make_dspark,
+    "jetspec": make_jetspec,
+}
 
 
 def edit(folder: Path, **changes: Any) -> Path:

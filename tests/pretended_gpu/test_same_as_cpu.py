@@ -10,6 +10,7 @@ import torch
 
 from draftsmith.data.batch import collate
 from draftsmith.data.features.extract import compute_features, extract, summarise_logits
+from draftsmith.decoder import slots
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Drafter, TargetAlone
@@ -22,6 +23,7 @@ from draftsmith.decoder.sampling import Sampling, row_key
 from draftsmith.decoder.selfcheck import check_decoding
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.decoder.verify import Typical
+from draftsmith.errors import UserError
 from draftsmith.eval.simulate.texts import draft_model_simulator, simulate_generations
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
@@ -213,3 +215,14 @@ def test_self_checks(dtype: torch.dtype) -> None:
     with pretended_gpu():
         check_target(make_target("cuda", dtype))
         check_decoding(make_target("cuda", dtype))
+
+
+def test_a_wrong_kernel_for_chains_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was right when it was tried: its error must not widen the limit of rounding either."""
+    real = slots._flash_of
+    with pretended_gpu():
+        target = make_target("cuda", torch.bfloat16)
+        slots.reads_lengths(target.device, target.dtype, target.config.head_dim)
+        monkeypatch.setattr(slots, "_flash_of", lambda *args: real(*args) * 2)
+        with pytest.raises(UserError, match="differ from those of a plain forward"):
+            check_decoding(target)

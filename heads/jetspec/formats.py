@@ -3,6 +3,7 @@
 The files are DFlash's. That the block is causal is said twice: `causal_head` is the key of JetSpec's own code, `causal` vLLM's.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.heads.block import formats as block
@@ -48,7 +49,7 @@ LAYOUTS = (
         {
             "vllm": Served(
                 engines.start_vllm("dflash"),
-                rules=(BIASED_TARGET,),
+                rules=(replace(BIASED_TARGET, what="a target whose output projection has a bias, for JetSpec"),),
                 caveats=(
                     "vLLM drafts chains of it, no trees. One of before June 2026 does not read `dflash_config.causal`, and lets slots see "
                     "those behind them, which accepts less.",

@@ -144,7 +144,7 @@ class NormedAttention(EagleAttention):
 def _normalise(norm: RMSNorm, x: Tensor) -> Tensor:
     """The norm in the dtype of the projection: under autocast its fp32 weights would make the states fp32 again, which a
     GPU's attention kernel does not take."""
-    return norm(x).to(x.dtype) if x.numel() else x
+    return norm(x).to(x.dtype) if x.shape[-2] else x
 
 
 class EagleLayer(nn.Module):

@@ -416,7 +416,7 @@ MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
     ("greedy text is the target's own", "medusa", another_root, "greedy answers differ from the target's own"),
     (TREES, "medusa", another_root, WITH_TREE),
     (TREES, "medusa", depths_by_turns, "rounds differ with a static tree"),
-    (TREES, "medusa", no_trees, "names drawn trees, but its drafter takes none"),
+    (TREES, "medusa", no_trees, "names best_first trees, but its drafter takes none"),
     (DRAWN, "medusa", most_likely_children, NOT_DRAWN),
     (DRAWN, "medusa", with_replacement, NOT_DRAWN),
     (DRAWN, "medusa", depths_by_turns, "differ from the training pass"),

@@ -15,9 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttentionCacheLayerMixin
 from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -166,11 +164,8 @@ def opener_of(config: Any) -> Any:
 
 
 def _class_of(config: Any) -> type | None:
-    mapping = {AutoModelForImageTextToText: MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING}.get(
-        opener_of(config), MODEL_FOR_CAUSAL_LM_MAPPING
-    )
     with foreign_code(f"transformers cannot open models of type {config.model_type!r}", "choose another target"):
-        model_class = mapping.get(type(config), None)
+        model_class = opener_of(config)._model_mapping.get(type(config), None)
     return model_class[0] if isinstance(model_class, tuple) else model_class
 
 

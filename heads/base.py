@@ -289,6 +289,7 @@ class DraftHead(nn.Module, ABC):
         make: Callable[..., Self] = cls
         layered = cls.needs_layers or "layer_config" in spec
         options, config = cls.options_class(**spec["options"]), LlamaConfig(**spec["layer_config"]) if layered else None
+        assert draft_vocab is None or hasattr(options, "draft_vocab_size"), "these heads draft from all tokens"
         with torch.device(target.device):
             return make(options, config, target, spec["layer_ids"], draft_vocab)
 

@@ -9,9 +9,8 @@ It reads tokens and nothing of the target. Row t at step k predicts x_{t+2+k} fr
 same pass over the text, read at shifted rows, and so training needs the first step alone.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,15 +39,7 @@ class DraftLmHead(DraftHead):
     options_class = DraftLmOptions
     layer_keys = KEYS
 
-    def __init__(
-        self,
-        options: DraftLmOptions,
-        config: LlamaConfig,
-        target: Any = None,
-        layer_ids: Sequence[int] = (),
-        draft_vocab: None = None,
-    ) -> None:
-        assert draft_vocab is None, "these heads draft from all tokens"
+    def __init__(self, options: DraftLmOptions, config: LlamaConfig, *_: object) -> None:
         super().__init__()
         self.options, self.config = options, config
         self.reads = Reads(target_states=False, context_length=context_of(config))

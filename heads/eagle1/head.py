@@ -12,7 +12,6 @@ projection makes logits of it, with no norm between. The layer itself has no nor
 In training y_t gets noise, so that the head lives with the errors of its own outputs; pass j of HASS is step j - 1.
 """
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -51,15 +50,7 @@ class Eagle1Head(ScaledHead, EagleHead):
     method: ClassVar[str] = "eagle1"
     options_class = Eagle1Options
 
-    def __init__(
-        self,
-        options: Eagle1Options,
-        config: LlamaConfig,
-        target: Target,
-        layer_ids: Sequence[int] = (),
-        draft_vocab: None = None,
-    ) -> None:
-        assert draft_vocab is None, "these heads draft from all tokens"
+    def __init__(self, options: Eagle1Options, config: LlamaConfig, target: Target, *_: object) -> None:
         super().__init__(target_head=target.head)
         H, embedding = config.hidden_size, target.embedding
         assert embedding.shape[1] == target.head.weight.shape[1] == H

@@ -10,7 +10,7 @@ x_{t+1} that the target itself gives. Head i reads [y_t, e(x_{t+1}), e(x_{t+2}),
 input embedding, and predicts x_{t+2+i}: in training these tokens are the text's, in drafting the root and the draft so far.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -158,15 +158,7 @@ class HydraHead(ScaledHead):
     options_class = HydraOptions
     needs_layers = False
 
-    def __init__(
-        self,
-        options: HydraOptions,
-        config: LlamaConfig | None,
-        target: Target,
-        layer_ids: Sequence[int] = (),
-        draft_vocab: None = None,
-    ) -> None:
-        assert draft_vocab is None, "these heads draft from all tokens"
+    def __init__(self, options: HydraOptions, config: LlamaConfig | None, target: Target, *_: object) -> None:
         super().__init__(target_head=target.head)
         V, H = target.head.weight.shape
         self.options, self.config = options, config

@@ -9,7 +9,7 @@ Head i of row t sees y_t, the target's post-final-norm state, and predicts x_{t+
 x_{t+1}, so heads and steps of other drafters count alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -48,15 +48,7 @@ class MedusaHead(DraftHead):
     needs_layers = False
     options: MedusaOptions
 
-    def __init__(
-        self,
-        options: MedusaOptions,
-        config: None,
-        target: Target,
-        layer_ids: Sequence[int] = (),
-        draft_vocab: None = None,
-    ) -> None:
-        assert draft_vocab is None, "these heads draft from all tokens"
+    def __init__(self, options: MedusaOptions, config: None, target: Target, *_: object) -> None:
         super().__init__(target_head=target.head)
         self.options = options
         self.drafts, self.trains = Drafts(options.num_heads), Trains(options.num_heads)

@@ -8,7 +8,6 @@ heads of it.
 Shapes: B batch rows, L tokens, R rows, H target hidden, V target vocab.
 """
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import fields, replace
 from typing import ClassVar
@@ -40,15 +39,7 @@ class Medusa2Head(MedusaHead):
     options: Medusa2Options
     merged: Target | None = None
 
-    def __init__(
-        self,
-        options: Medusa2Options,
-        config: None,
-        target: Target,
-        layer_ids: Sequence[int] = (),
-        draft_vocab: None = None,
-    ) -> None:
-        assert draft_vocab is None, "these heads draft from all tokens"
+    def __init__(self, options: Medusa2Options, config: None, target: Target, *_: object) -> None:
         super().__init__(options, config, target)
         # The two factors of an adapter are no whole matrices.
         self.trains = replace(self.trains, outputs=frozenset({"tuned"}), no_muon=("lora_",))

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from draftsmith.data.batch import Tokenized, plan_batches
+from draftsmith.data.batch import Tokenized, TrainBatch, lay_texts, plan_batches
 from draftsmith.data.conversations.load import load_conversations
 from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.embedded import SHIPPED, ensure_embedded
@@ -102,16 +102,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     )
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Packed documents. ids, position [B, L] int64, position counted from 0 in each document; learn [B, L] bool, True
-    where the token is to be learned."""
-
-    ids: Tensor
-    position: Tensor
-    learn: Tensor
-
-
 def train_target(samples: Sequence[Tokenized], settings: EmbeddedSettings, progress: bool) -> LlamaForCausalLM:
     """Train from scratch on the CPU; return the model in float32, which depends on samples and settings alone."""
     threads = torch.get_num_threads()
@@ -174,42 +164,26 @@ def grow(shallow: LlamaForCausalLM, settings: EmbeddedSettings) -> LlamaForCausa
     return model
 
 
-def packed_loss(model: LlamaForCausalLM, rows: Rows) -> Tensor:
+def packed_loss(model: LlamaForCausalLM, rows: TrainBatch) -> Tensor:
     """Return the mean cross entropy of the tokens to learn.
 
     transformers reads the document borders from the positions that restart, so documents of a row do not
     see each other.
     """
     hidden_BLD = model.model(input_ids=rows.ids, position_ids=rows.position, use_cache=False).last_hidden_state
-    learn = rows.learn[:, 1:]
+    learn = rows.mask[:, 1:]
     logits_RV = model.lm_head(hidden_BLD[:, :-1][learn]).float()
     return F.cross_entropy(logits_RV, rows.ids[:, 1:][learn])
 
 
-def batches(samples: Sequence[Tokenized], settings: EmbeddedSettings) -> Iterator[Rows]:
+def batches(samples: Sequence[Tokenized], settings: EmbeddedSettings) -> Iterator[TrainBatch]:
     """Yield batches of whole documents for ever, each document once per epoch."""
     lengths = [len(sample.ids) for sample in samples]
     for epoch in count():
         for plan in plan_batches(
             lengths, row_tokens=settings.row_tokens, rows=settings.rows, seed=settings.seed, epoch=epoch
         ):
-            yield _collate([[samples[i] for i in row] for row in plan], settings)
-
-
-def _collate(packed: list[list[Tokenized]], settings: EmbeddedSettings) -> Rows:
-    shape = (len(packed), settings.row_tokens)
-    ids = torch.full(shape, settings.pad_id)
-    position = torch.zeros(shape, dtype=torch.int64)
-    learn = torch.zeros(shape, dtype=torch.bool)
-    for b, row in enumerate(packed):
-        start = 0
-        for sample in row:
-            end = start + len(sample.ids)
-            ids[b, start:end] = sample.ids
-            position[b, start:end] = torch.arange(end - start)
-            learn[b, start:end] = sample.mask
-            start = end
-    return Rows(ids, position, learn)
+            yield lay_texts([[(samples[i].ids, samples[i].mask) for i in row] for row in plan], settings.row_tokens)
 
 
 def _optimizers(model: LlamaForCausalLM, settings: EmbeddedSettings) -> list[torch.optim.Optimizer]:

@@ -1,14 +1,13 @@
 """Feed a training with the hidden states of an 8B target: python -m scripts.bench.feed --output docs/results/feed.json
 
 Says what a micro-batch of 8,192 tokens takes of a core, and which share of the time a training waits for it whose step computes for
-170 ms (a pretended step, which sleeps). With `--before COMMIT`, of a version that had torch's DataLoader, that takes turns. Memory is
-not pinned, and nothing is copied to a device: there is none. On a machine that has other work, `chrt -f 20` in front gives it a core.
+170 ms (a pretended step, which sleeps). Memory is not pinned, and nothing is copied to a device: there is none. On a machine that has
+other work, `chrt -f 20` in front gives it a core.
 """
 
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,43 +34,7 @@ from tests.models import make_target
 
 HIDDEN, LAYERS, LENGTH, PER_BATCH = 4096, (2, 4, 6), 512, 16
 COMPUTE = 0.17
-BEFORE = """
-import sys, torch
-from torch.utils.data import DataLoader
-from draftsmith.data.features.store import FeatureStore
-from draftsmith.recipe.schema import TrainSpec
-from draftsmith.train.schedule import MicroBatches, Schedule
-torch.set_num_threads(1)
-source = FeatureStore(sys.argv[1], verify=False)
-index = list(range(len(source)))
-schedule = Schedule(source.lengths, TrainSpec(), 0, 1)
-
-def read(epochs):
-    for number in epochs:
-        micros = MicroBatches(source, index, schedule.share(number, 0), (2, 4, 6), 2048, number)
-        yield from DataLoader(micros, batch_size=None)
-"""
-"""What reads batches in a version that had the DataLoader."""
-TIMED = """
-import json, time
-
-def timed(compute, epochs):
-    started, begun, waited, count = time.perf_counter(), time.process_time(), 0.0, 0
-    batches = iter(read(epochs))
-    while True:
-        asked = time.perf_counter()
-        batch = next(batches, None)
-        waited += time.perf_counter() - asked
-        if batch is None:
-            break
-        count += 1
-        time.sleep(compute)
-    seconds = time.perf_counter() - started
-    return {"core_ms": 1e3 * (time.process_time() - begun) / count, "waiting": waited / seconds}
-
-timed(0, [0])
-print(json.dumps({"read": timed(0, [1, 2]), "train": timed(%r, [3, 4, 5])}))
-"""
+Read = Callable[[Sequence[int]], Iterator[Any]]
 
 
 def write(folder: Path, batches: int) -> None:
@@ -96,7 +59,7 @@ def write(folder: Path, batches: int) -> None:
         writer.finish()
 
 
-def feed_of(folder: Path, verify: bool = False) -> Callable[[Sequence[int]], Iterator[Any]]:
+def feed_of(folder: Path, verify: bool = False) -> Read:
     """Return what reads the batches of epochs, with the plans of an EAGLE-3 head of seven steps."""
     source, spec, device = FeatureStore(folder, verify=verify), TrainSpec(), torch.device("cpu")
     head = methods()["eagle3"].build(Eagle3Options(layer_ids=list(LAYERS)), make_target(), None).train()
@@ -111,14 +74,17 @@ def feed_of(folder: Path, verify: bool = False) -> Callable[[Sequence[int]], Ite
     return read
 
 
-def checks(folder: Path) -> float:
-    """Return the milliseconds of a core that a micro-batch takes the first time besides, when its contents are checked."""
-    found = []
-    for verify in (True, False):
-        read, begun = feed_of(folder, verify), time.process_time()
-        count = sum(1 for _ in read([0]))
-        found.append(1e3 * (time.process_time() - begun) / count)
-    return found[0] - found[1]
+def timed(read: Read, compute: float, epochs: Sequence[int]) -> dict[str, float]:
+    """Return the milliseconds of a core that a micro-batch takes, and the share of the time that steps of `compute` seconds wait."""
+    started, begun, waited, count = time.perf_counter(), time.process_time(), 0.0, 0
+    batches, asked = read(epochs), started
+    for _ in batches:
+        waited += time.perf_counter() - asked
+        count += 1
+        time.sleep(compute)
+        asked = time.perf_counter()
+    waited, seconds = waited + time.perf_counter() - asked, time.perf_counter() - started
+    return {"core_ms": 1e3 * (time.process_time() - begun) / count, "waiting": waited / seconds}
 
 
 def main(argv: list[str]) -> int:
@@ -126,39 +92,26 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.feed", description=__doc__)
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--before")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--read", type=Path, help="only read the store in this folder")
     own = parser.parse_args(argv)
     torch.set_num_threads(1)
-    if own.read:
-        exec(TIMED % COMPUTE, {"read": feed_of(own.read)})
-        return 0
     alone = "chrt -f 20 " if os.sched_getscheduler(0) == os.SCHED_FIFO else ""
     command = f"{alone}python -m scripts.bench.feed --batches {own.batches} --turns {own.turns}"
-    facts = environment_json() | {"command": command + (f" --before {own.before}" if own.before else "")}
-    found: dict[str, list[Any]] = {"before": [], "after": []}
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as earlier:
-        if own.before:
-            subprocess.run(f"git archive {own.before} | tar -x -C {earlier}", shell=True, check=True)
+    facts = environment_json() | {"command": command}
+    with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), own.batches)
-        facts["checks_ms"] = checks(Path(folder))
+        # The first time the contents of a store are checked.
+        checked, unchecked = (timed(feed_of(Path(folder), verify), 0, [0])["core_ms"] for verify in (True, False))
+        read, turns = feed_of(Path(folder)), []
         for _ in range(own.turns):
-            runs = {"after": (["-m", "scripts.bench.feed", "--read", folder], Path.cwd())}
-            if own.before:
-                runs["before"] = (["-c", BEFORE + TIMED % COMPUTE, folder], Path(earlier))
-            for name, (arguments, where) in runs.items():
-                made = subprocess.run(
-                    [sys.executable, *arguments], cwd=where, capture_output=True, text=True, check=True
-                ).stdout
-                found[name].append(json.loads(made.splitlines()[-1]))
-    for name, turns in found.items():
-        if turns:
-            facts[name] = {
-                "core_ms_per_8192_tokens": median(one["read"]["core_ms"] for one in turns),
-                "share_waiting": median(one["train"]["waiting"] for one in turns),
-                "turns": turns,
-            }
+            timed(read, 0, [0])
+            turns.append({"read": timed(read, 0, [1, 2]), "train": timed(read, COMPUTE, [3, 4, 5])})
+    facts |= {
+        "checks_ms": checked - unchecked,
+        "core_ms_per_8192_tokens": median(one["read"]["core_ms"] for one in turns),
+        "share_waiting": median(one["train"]["waiting"] for one in turns),
+        "turns": turns,
+    }
     if own.output:
         write_json(own.output, facts)
     print(json.dumps(facts, indent=2))

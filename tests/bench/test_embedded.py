@@ -1,5 +1,4 @@
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -7,12 +6,12 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from draftsmith.data.batch import Tokenized
+from draftsmith.data.batch import Tokenized, lay_texts
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.embedded import ensure_embedded
 from scripts.bench import embedded
-from scripts.bench.embedded import EmbeddedSettings, batches, build_model, grow, make_target, packed_loss
+from scripts.bench.embedded import EmbeddedSettings, build_model, grow, make_target, packed_loss
 
 pytestmark = pytest.mark.slow
 
@@ -91,26 +90,13 @@ def test_the_same_settings_give_the_same_target_in_place_of_an_earlier_one(made:
         assert (tmp_path / "target" / name).read_bytes() == (made / name).read_bytes(), name
 
 
-def test_rows_hold_every_document_whole_once_per_epoch(samples: list[Tokenized], settings: EmbeddedSettings) -> None:
-    found: list[tuple[list[int], list[bool]]] = []
-    stream = batches(samples, replace(settings, rows=1))
-    while len(found) < len(samples):
-        rows = next(stream)
-        real = rows.ids[0] != settings.pad_id
-        starts = ((rows.position[0] == 0) & real).nonzero()[:, 0].tolist()
-        for start, end in pairwise([*starts, int(real.sum())]):
-            assert rows.position[0, start:end].tolist() == list(range(end - start))
-            found.append((rows.ids[0, start:end].tolist(), rows.learn[0, start:end].tolist()))
-    assert sorted(found) == sorted((s.ids.tolist(), s.mask.tolist()) for s in samples)
-
-
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_packed_loss_is_the_loss_of_the_documents_alone(
     samples: list[Tokenized], settings: EmbeddedSettings, attention: str
 ) -> None:
     model = randomized(build_model(settings, layers=3))
     model.set_attn_implementation(attention)
-    rows = embedded._collate([samples[:3], samples[3:4], samples[4:6]], replace(settings, row_tokens=400))
+    rows = lay_texts([[(s.ids, s.mask) for s in row] for row in (samples[:3], samples[3:4], samples[4:6])], 400)
     losses = []
     with torch.no_grad():
         for sample in samples[:6]:

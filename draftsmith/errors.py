@@ -62,6 +62,12 @@ def first_line(error: BaseException) -> str:
     return one_line(lines[0].rstrip(".: "), 500) if lines else type(error).__name__
 
 
+def last_line(text: str) -> str:
+    """Return the last line of what a program printed, without a final full stop."""
+    lines = text.strip().splitlines()
+    return lines[-1].strip().rstrip(".") if lines else "it said nothing"
+
+
 def why_not(error: BaseException, path: Path | str | None = None) -> str:
     """Return in words why the system refused to open `path`, without the path itself."""
     if isinstance(error, OSError) and error.errno is not None:

@@ -44,7 +44,10 @@ def run_fit(head_folder: Path, target: str) -> int:
         if target_folder.resolve() == folder.resolve():
             raise UserError(f"--head {folder} is the target itself: give the folder of what drafts for it.")
         now = identify_directory(target_folder, target)
-    made_for = with_parts(read_record(folder) or read_unrecorded(folder), now)
+    made_for = read_record(folder) or read_unrecorded(folder)
+    if made_for.fingerprint is not None and made_for.fingerprint == now.fingerprint:  # which then holds for the parts
+        parts = {kind: getattr(made_for, kind) or getattr(now, kind) for kind in CHANGES_OUTPUT}
+        made_for = replace(made_for, **parts)
     differences, unknown = {one.kind: one for one in compare(made_for, now)}, not_compared(made_for, now)
     lines = [_line(kind, differences.get(kind), kind in unknown, made_for, now) for kind in KINDS]
     checks = [replace(one, detail=one_line(one.detail), fix=one_line(one.fix)) for one in (head, *lines)]
@@ -106,13 +109,6 @@ def read_unrecorded(folder: Path) -> TargetIdentity:
     layer = inner if isinstance(inner, dict) else config
     hidden = config.get("target_hidden_size", layer.get("target_hidden_size", layer.get("hidden_size")))
     return TargetIdentity(vocab_size=layer.get("vocab_size"), hidden_size=hidden)
-
-
-def with_parts(made_for: TargetIdentity, now: TargetIdentity) -> TargetIdentity:
-    """Return a record of an earlier version with what its fingerprint says, if that is the target's, of the parts."""
-    if made_for.fingerprint is None or made_for.fingerprint != now.fingerprint:
-        return made_for
-    return replace(made_for, **{kind: getattr(made_for, kind) or getattr(now, kind) for kind in CHANGES_OUTPUT})
 
 
 def _line(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, last_line
 from draftsmith.heads.formats.engines import GGUF_TYPES
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.progress import say
@@ -117,8 +117,7 @@ def _command(tree: Path, arguments: Sequence[str], pre_tokenizer: str | None) ->
 
 def _reason(output: str, model: str, tree: Path) -> str:
     """Return why the conversion failed, from what the converter printed."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    last = lines[-1] if lines else "it said nothing"
+    last = last_line(output)
     if "pre-tokenizer was not recognized" in output:
         return (
             "llama.cpp's converter does not recognise how the target's tokenizer splits text: name llama.cpp's pre-tokenizer "
@@ -129,4 +128,4 @@ def _reason(output: str, model: str, tree: Path) -> str:
         return (
             f"llama.cpp's converter needs a Python package: `pip install {PACKAGES.get(module, module)}` and try again"
         )
-    return f"llama.cpp's converter in {tree} cannot convert {model}: {last.rstrip('.')}"
+    return f"llama.cpp's converter in {tree} cannot convert {model}: {last}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, last_line
 from draftsmith.eval.engines.agreement import EngineAnswer, EngineRound
 from draftsmith.foreign.server import ModelServer
 
@@ -140,7 +140,8 @@ class LlamaServerProcess:
         deadline = time.monotonic() + self.timeout
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise UserError(f"llama-server ended while it loaded: {_last_line(self.log)} (see {self.log}).")
+                said = last_line(self.log.read_text(encoding="utf-8", errors="replace"))
+                raise UserError(f"llama-server ended while it loaded: {said} (see {self.log}).")
             try:
                 # 503 while it loads.
                 self.http.get("/health")
@@ -209,8 +210,3 @@ def counted_by_llama_cpp(ours: EngineAnswer, max_new_tokens: int, end_ids: Colle
             rounds.append(EngineRound(drafted, kept - ended))
         known += round_.accepted + 1
     return EngineAnswer(ours.sample_id, output, tuple(rounds))
-
-
-def _last_line(log: Path) -> str:
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return lines[-1].rstrip(".") if lines else "it said nothing"

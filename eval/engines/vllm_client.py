@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.decoder.answers import Request
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, last_line
 from draftsmith.eval.engines.agreement import EngineAnswer, EngineRound
 
 RUNNER = Path(__file__).with_name("vllm_runner.py")
@@ -122,4 +122,4 @@ def _check_counters(run: VllmRun) -> None:
 def _last_error(log: Path) -> str:
     lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in log.read_text("utf-8", "replace").splitlines()]
     errors = [line for line in lines if re.match(r"[\w.]*Error: ", line)]
-    return (errors or lines or ["it said nothing"])[-1].strip().rstrip(".")
+    return last_line("\n".join(errors or lines))

@@ -156,16 +156,12 @@ def _best_drafts(decision: Decision) -> list[Table]:
         for c in places
     )
     by_slice = tuple(Row((c.slice, heat[c.temperature], *_best(decision, c)), c.slice == OVERALL) for c in slices)
-    columns = _columns(decision)
+    price = ("target alone, per million", "with drafts") if decision.price_per_hour is not None else ()
+    columns = ("drafter", "K", "speedup", "tok/s", "target alone tok/s", *price)
     return [
         Table("The best draft by batch and context", ("temperature", "batch", "context", *columns), by_place, 2, True),
         Table("The best draft by slice", ("slice", "temperature", *columns), by_slice, 2, True),
     ]
-
-
-def _columns(decision: Decision) -> tuple[str, ...]:
-    price = ("target alone, per million", "with drafts") if decision.price_per_hour is not None else ()
-    return ("drafter", "K", "speedup", "tok/s", "target alone tok/s", *price)
 
 
 def _best(decision: Decision, cell: Cell) -> tuple[str, ...]:

@@ -126,10 +126,6 @@ def wilson(share: float, count: int) -> Interval:
     return middle - half, middle + half
 
 
-def _looping(m: Measures) -> Interval | None:
-    return None if m.looping is None else wilson(m.looping, m.prompts)
-
-
 def _differing(lossless: Lossless | None) -> int | None:
     return lossless.checked - lossless.equal if lossless else None
 
@@ -151,7 +147,9 @@ METRICS = (
     Metric("decode_tok_s", "tok/s", 1, timed=True, bounds=(0, inf), of_k=True),
     Metric("baseline_tok_s", "target tok/s", 1, sign=0, timed=True),
     Metric("ttft_s", "TTFT ms", 1, scale=1000, sign=-1, timed=True),
-    Metric("looping", "looping", 3, sign=-1, interval=_looping),
+    Metric(
+        "looping", "looping", 3, sign=-1, interval=lambda m: None if m.looping is None else wilson(m.looping, m.prompts)
+    ),
     Metric("differing", "unequal fp32", 0, sign=-1, exact=True, count=lambda m: _differing(m.lossless)),
     Metric(
         "differing_timed",

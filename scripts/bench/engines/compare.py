@@ -13,7 +13,7 @@ from draftsmith.decoder.answers import Generation, Tally, total
 from draftsmith.decoder.decode import decode
 from draftsmith.decoder.draft import Drafter, TargetAlone
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, last_line
 from draftsmith.eval.engines.agreement import (
     CLOSE,
     AgreementRow,
@@ -258,6 +258,5 @@ def _quantize(home: Path, draft: Path, weights: str) -> Path:
     program = home / "build" / "bin" / "llama-quantize"
     done = subprocess.run([str(program), str(draft), str(out), weights], capture_output=True, text=True, check=False)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise UserError(f"{program} cannot make {weights} of {draft}: {last}.")
+        raise UserError(f"{program} cannot make {weights} of {draft}: {last_line(done.stderr)}.")
     return out

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from draftsmith.data.features.index import SCHEMA_VERSION
 from draftsmith.decoder.answers import Request
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, last_line
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.machine import available_cores
@@ -185,5 +185,5 @@ def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> tu
         # Lines in the order in which they are said: the error is the last.
         env = {**os.environ, "PYTHONUNBUFFERED": "1"}
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=env, check=False)
-    last = (log.read_text(encoding="utf-8").strip().splitlines() or ["it said nothing"])[-1]
-    return time.perf_counter() - started, log, last if done.returncode else ""
+    last = last_line(log.read_text(encoding="utf-8")) if done.returncode else ""
+    return time.perf_counter() - started, log, last

@@ -122,8 +122,7 @@ class HeadOutput:
 
 def shift_left(x_BL: Tensor, steps: int, fill: int | bool) -> Tensor:
     """Return y with y[:, t] = x[:, t + steps], and `fill` past the end (nothing wraps around)."""
-    kept_BL = x_BL[:, steps:]
-    return nn.functional.pad(kept_BL, (0, x_BL.shape[1] - kept_BL.shape[1]), value=fill)
+    return nn.functional.pad(x_BL[:, steps:], (0, min(steps, x_BL.shape[1])), value=fill)
 
 
 def iterate_supervised_rows(batch: TrainBatch) -> Iterator[Tensor]:

@@ -21,8 +21,9 @@ CONFIG = "config.json"
 WEIGHTS, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 MEDUSA_WEIGHTS, MEDUSA_PICKLED = "medusa_lm_head.safetensors", "medusa_lm_head.pt"
 HYDRA_PICKLED = "hydra_lm_head.pt"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Safetensors before a pickle, and Medusa's and Hydra's heads before a model that lies beside them.
-HEAD_WEIGHTS = (MEDUSA_WEIGHTS, MEDUSA_PICKLED, HYDRA_PICKLED, WEIGHTS, INDEX, PICKLED)
+HEAD_WEIGHTS = (MEDUSA_WEIGHTS, MEDUSA_PICKLED, HYDRA_PICKLED, WEIGHTS, INDEX, PICKLED, ADAPTER_WEIGHTS)
 _FETCH = "fetch the whole head again"
 _RESTORE = "restore them, fetch them again or train again"
 

@@ -22,6 +22,7 @@ from accelerate.utils import set_seed
 from draftsmith.decoder.sampling import row_key
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.eval.training.history import Forecast
+from draftsmith.heads.adapter import adapter_of, merged, save_adapter
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.losses.head_loss import LossOutput
@@ -365,6 +366,10 @@ class _Run:
             return replace(progress, stale=progress.stale + 1)
         tensors = whole_state(self.accelerator, self.model)
         if self.accelerator.is_main_process:
+            if adapter := adapter_of(self.head):
+                if "confidence" not in self.head.trains.outputs:  # whose calibration an adapter does not hold
+                    save_adapter(self.head, self.folder / "adapter", self.target, tensors)
+                tensors = merged(tensors, adapter)
             save_head(self.head, self.folder / "best", self.target, tensors)
         return replace(progress, best_tau=held.tau, best_step=progress.step, stale=0)
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.nn.utils.parametrize import cached
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError, first_line
@@ -67,7 +68,8 @@ class WrappedHead(nn.Module):
 
     def forward(self, batch: TrainBatch, progress: float, scale: float) -> tuple[Tensor | None, ...]:
         """Return the fields of a LossOutput: FSDP2 and DeepSpeed look for tensors in tuples alone. See `head_loss`."""
-        output = self.head(batch, self.head.trains.steps)
+        with cached():  # an adapter's sum with its base, once a pass
+            output = self.head(batch, self.head.trains.steps)
         (target_head,) = self._target_head
         scored = head_loss(output, batch, target_head, self.head.draft_vocab, self.loss, progress, scale=scale)
         return tuple(getattr(scored, field.name) for field in fields(LossOutput))
@@ -120,6 +122,11 @@ def check_launch(spec: TrainSpec, config: Path | None = None) -> None:
         return
     if spec.precision == "fp16":
         raise UserError(f"train.precision is 'fp16', which {kind} would need a loss scaler of its own for: take bf16.")
+    if spec.lora_rank is not None:
+        raise UserError(
+            f"train.lora_rank is {spec.lora_rank}, whose factors {kind} would not find in the weights: launch with accelerate/ddp-8gpu, "
+            "which is one of `draftsmith recipes`."
+        )
     if spec.optimizer == "muon":
         raise UserError(
             f"train.optimizer is 'muon', which is two optimizers, and under {kind} there can only be one: set "

@@ -126,6 +126,10 @@ class TrainSpec:
     warm_start: str | None = None
     """Folder of a head, or of a run, to start from: a checkpoint, an export or a published head of the same method (Medusa-2
     also takes Medusa's); null starts from scratch. What `head` leaves null is that of that head, the rest must be."""
+    lora_rank: int | None = field(default=None, metadata=LATER | within(1, 4096))
+    """Rank of an adapter (LoRA) that is trained in place of the weights of that head; null trains the weights."""
+    lora_alpha: float | None = field(default=None, metadata=LATER | within(0, 10**6, above=True))
+    """The adapter's change of a matrix is scaled by lora_alpha / lora_rank; null is twice the rank."""
     epochs: int = field(default=3, metadata=within(1, 10_000))
     """Passes over the training answers."""
     max_steps: int | None = field(default=None, metadata=within(1, 10**9))
@@ -176,6 +180,15 @@ class TrainSpec:
         )
         two_scalers = self.precision == "fp16" and self.optimizer == "muon"
         require(not two_scalers, "train.precision", "fp16", "Muon and AdamW cannot share a loss scaler: take bf16")
+        for key, needed, why in (
+            ("lora_rank", self.warm_start, "an adapter changes a head that is trained: name it with train.warm_start"),
+            ("lora_alpha", self.lora_rank, "there is no adapter to scale without train.lora_rank"),
+        ):
+            require(getattr(self, key) is None or needed is not None, f"train.{key}", getattr(self, key), why)
+        muon = self.optimizer == "muon" and self.lora_rank is not None
+        require(
+            not muon, "train.optimizer", "muon", "the factors of train.lora_rank are no matrices for Muon: take adamw"
+        )
         require(len(self.betas) == 2, "train.betas", self.betas, "AdamW takes two")
 
 

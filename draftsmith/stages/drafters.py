@@ -18,14 +18,13 @@ from draftsmith.eval.drafters.baselines import Supplies, make_baseline
 from draftsmith.eval.drafters.system import SystemUnderTest, head_system, tree_kind
 from draftsmith.eval.training.history import trained_length
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.files import CONFIG, all_weights_files, weights_file
-from draftsmith.heads.formats.recognise import CHECKPOINT, load_head, recognise, refuse_head, refuse_other_files
+from draftsmith.heads.files import weights_file
+from draftsmith.heads.formats.recognise import head_digest, load_head, recognise, refuse_head, refuse_other_files
 from draftsmith.heads.record import check_made_for
 from draftsmith.heads.registry import find_method
 from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.recipe.record import FILES, FOLLOWERS
 from draftsmith.recipe.schema import Recipe
-from draftsmith.storage import fingerprint, sha256_file
 from draftsmith.target.gguf_file import is_gguf
 from draftsmith.target.target import Target
 from draftsmith.target.tokens import check_same_tokens
@@ -58,15 +57,6 @@ def find_head(recipe: Recipe, folder: Path | None = None, key: str = "--head") -
         raise UserError(why)
     recognise(head_folder)
     return head_folder
-
-
-def head_digest(folder: Path) -> str:
-    """Return 16 hex digits that name the weights of the head in a folder; of one in another format than a checkpoint also its
-    configuration."""
-    files = all_weights_files(folder)
-    if recognise(folder) is CHECKPOINT:
-        return sha256_file(files[0])[:16]
-    return fingerprint([sha256_file(file) for file in (folder / CONFIG, *files)])
 
 
 def warm_folder(recipe: Recipe) -> Path | None:

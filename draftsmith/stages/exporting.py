@@ -15,12 +15,11 @@ from draftsmith.heads.export.readme import README, open_with
 from draftsmith.heads.export.tuned import FOLDERS, replaceable, write_adapter, write_merged
 from draftsmith.heads.formats.engines import ENGINES, Adapter
 from draftsmith.heads.formats.layout import default_layout, find_layout, layouts_of, version_notice
-from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.formats.recognise import head_digest, load_head
 from draftsmith.heads.formats.schema import target_reference
 from draftsmith.heads.record import check_made_for, read_record
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.drafters import head_digest
 from draftsmith.stages.session import Session
 from draftsmith.storage import write_text
 from draftsmith.target.target import Target

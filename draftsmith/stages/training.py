@@ -16,7 +16,9 @@ from draftsmith.estimate.counting import HeadCost
 from draftsmith.eval.training.history import read_history, tell, untaught
 from draftsmith.fields import fingerprint_fields
 from draftsmith.foreign.text import read_object
+from draftsmith.heads.adapter import DraftAdapter, adapt
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
+from draftsmith.heads.formats.recognise import head_digest
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.vocab import (
     LOW_COVERAGE,
@@ -31,7 +33,7 @@ from draftsmith.machine import memory_of
 from draftsmith.progress import say
 from draftsmith.recipe.record import FOLLOWERS, flat_inputs
 from draftsmith.stages.data import answer_inputs, feature_inputs, head_layers, stored_layers
-from draftsmith.stages.drafters import head_digest, load_warm, warm_folder
+from draftsmith.stages.drafters import load_warm, warm_folder
 from draftsmith.stages.session import Session, team
 from draftsmith.storage import fingerprint
 from draftsmith.target.folder import fingerprint_directory
@@ -250,7 +252,22 @@ def initial_head(
         )
     method = session.recipe.method
     if warm is not None:
-        return restart(warm, session.head_options, session.target, method)
+        head, spec, base = (
+            restart(warm, session.head_options, session.target, method),
+            session.recipe.train,
+            warm_folder(session.recipe),
+        )
+        if spec.lora_rank is None or base is None:
+            return head
+        if warm.method != method:
+            raise UserError(
+                f"train.lora_rank is {spec.lora_rank}, but {base} holds a head of {warm.method}, which lacks a part of a {method} head: "
+                f"train one first, or set method to {warm.method}."
+            )
+        return adapt(
+            head,
+            DraftAdapter(spec.lora_rank, spec.lora_alpha or 2.0 * spec.lora_rank, base.resolve(), head_digest(base)),
+        )
     _check_size(session)
     head = find_method(method).build(session.recipe.head, session.target, draft_vocab)
     if head.method != method:

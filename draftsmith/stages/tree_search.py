@@ -37,11 +37,12 @@ from draftsmith.eval.tree_search.search import (
     sizes_up_to,
 )
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.formats.recognise import head_digest
 from draftsmith.heads.registry import find_method
 from draftsmith.machine import environment
 from draftsmith.progress import say
 from draftsmith.stages.data import answer_inputs, answers_file, load_samples
-from draftsmith.stages.drafters import head_digest, load_fitting
+from draftsmith.stages.drafters import load_fitting
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import split_samples
 from draftsmith.target.target import Target

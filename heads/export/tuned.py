@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from draftsmith.heads.checkpoint import CONFIG, model_directory
 from draftsmith.heads.export.export import agree
 from draftsmith.heads.export.readme import README
+from draftsmith.heads.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from draftsmith.heads.formats.schema import ModelFiles, Schema, TensorRow, target_reference
 from draftsmith.heads.record import RECORD, TUNED, write_record
 from draftsmith.storage import write_json
@@ -27,7 +28,6 @@ from draftsmith.target.tuned import TunedTarget, view_of
 
 FOLDERS = {"merge": "target", "keep": "adapter"}
 """The folder of the target's export, next to that of the heads."""
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _READ = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
 """What engines take for granted of an adapter: they apply no biases, and no tensors but LoRA's."""
 # What a folder of a model holds besides weights and configuration: tokenizer, chat template, generation, code.

@@ -11,12 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.heads.adapter import DraftAdapter, add_adapter
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import load_checkpoint
-from draftsmith.heads.files import CONFIG, HEAD_WEIGHTS, read_config, tensor_names, unwrapped, weights_file
+from draftsmith.heads.files import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    HEAD_WEIGHTS,
+    all_weights_files,
+    read_config,
+    tensor_names,
+    unwrapped,
+    weights_file,
+)
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.record import RECORD, TUNED, check_made_for
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
+from draftsmith.storage import fingerprint, sha256_file
 from draftsmith.target.folder import read_object
 from draftsmith.target.target import Target
 
@@ -71,6 +82,41 @@ CHECKPOINT = Format(
     "a draftsmith checkpoint", 0, lambda f: bool(f.config.keys() & {"schema_version", "method"}), load_checkpoint
 )
 
+
+def head_digest(folder: Path) -> str:
+    """Return 16 hex digits that name the weights of the head in a folder; of one in another format than a checkpoint also its
+    configuration."""
+    files = all_weights_files(folder)
+    if recognise(folder) is CHECKPOINT:
+        return sha256_file(files[0])[:16]
+    return fingerprint([sha256_file(file) for file in (folder / CONFIG, *files)])
+
+
+def _load_adapted(path: Path, target: Target) -> DraftHead:
+    """Return the head that an adapter of `train.lora_rank` belongs to, with the adapter in its weights."""
+    facts, file = read_config(path)["adapter"], path / CONFIG
+    kinds = {"rank": int, "alpha": float | int, "base": str, "digest": str}
+    wrong = [k for k, kind in kinds.items() if not isinstance(facts, dict) or not isinstance(facts.get(k), kind)]
+    if wrong or facts["rank"] < 1:
+        raise UserError(
+            f"{file}: adapter.{(wrong or ['rank'])[0]} is missing or no value for it: restore it, or train it again."
+        )
+    adapter = DraftAdapter(facts["rank"], facts["alpha"], Path(facts["base"]), facts["digest"])
+    if not adapter.base.is_dir():
+        raise UserError(
+            f"{path} is an adapter of the head {adapter.base}, which is not there: put it back, or name its place as adapter.base in {file}."
+        )
+    if (digest := head_digest(adapter.base)) != adapter.digest:
+        raise UserError(
+            f"{path} is an adapter of another head than {adapter.base} is now (digest {digest}, expected {adapter.digest}): name the "
+            f"place of its own as adapter.base in {file}."
+        )
+    # Of the target it was trained for; its own record has been compared.
+    return add_adapter(load_head(adapter.base, target, warn=lambda text: None), path, adapter)
+
+
+ADAPTED = Format("an adapter of a head", -1, lambda f: {"adapter", "method"} <= f.config.keys(), _load_adapted)
+
 OTHER_FORMATS = (
     Format("an MTP head", 5, lambda f: "mtp" in f.words),
     Format("a head of speculators other than EAGLE-3", 6, lambda f: "speculators_model_type" in f.config),
@@ -83,7 +129,7 @@ OTHER_FORMATS = (
 def formats() -> list[Format]:
     """Return all formats in the order in which they are tried."""
     of_methods = [one for method in methods().values() for one in method.recognised]
-    return sorted([CHECKPOINT, *of_methods, *OTHER_FORMATS], key=lambda one: one.rank)
+    return sorted([ADAPTED, CHECKPOINT, *of_methods, *OTHER_FORMATS], key=lambda one: one.rank)
 
 
 def load_head(path: Path | str, target: Target, *, warn: Callable[[str], None] | None = None) -> DraftHead:
@@ -173,7 +219,7 @@ def refuse_other_files(path: Path) -> None:
     """Refuse what has no configuration of a model, by its name where that is known."""
     if path.suffix == ".gguf" or (path.is_dir() and weights_file(path) is None and any(path.glob("*.gguf"))):
         raise UserError(f"{path} is a GGUF file or holds one, which only llama.cpp reads: {HINT}.")
-    if (path / "adapter_config.json").is_file() and weights_file(path) is None:
+    if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
         raise UserError(f"{path} is a PEFT adapter, which changes a target and drafts nothing: {HINT}.")
     if weights_file(path) is None and (path / CONFIG).is_file():
         raise UserError(

@@ -1,0 +1,200 @@
+"""Adapters of heads: the gradients of low-rank sums, peft's files, and folders that are heads again."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import nn
+
+from draftsmith.cli.main import main
+from draftsmith.errors import UserError
+from draftsmith.heads.adapter import DraftAdapter, adapt, merged
+from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.formats.recognise import head_digest, load_head, recognise
+from draftsmith.heads.losses.head_loss import head_loss
+from draftsmith.heads.losses.spec import LossSpec
+from draftsmith.heads.registry import methods
+from draftsmith.recipe.schema import TrainSpec
+from draftsmith.target.target import Target, load_target
+from draftsmith.train.schedule import build_optimizers
+from tests.batches import documents_of, pack
+from tests.exports import make_eagle3, make_medusa, make_target
+from tests.models import SMALL_HEADS
+from tests.workplace import digests, make_workplace, options
+
+pytestmark = pytest.mark.full
+SPEC = DraftAdapter(4, 6.0, Path("base"), "0")
+
+
+def loss_of(head, target: Target) -> torch.Tensor:
+    batch = pack(target, documents_of(target), head.reads.layer_ids)
+    return head_loss(head(batch, head.trains.steps), batch, target.head, head.draft_vocab, LossSpec()).loss_sum
+
+
+@pytest.mark.parametrize("method", [name for name in methods() if name != "medusa2"])
+def test_an_adapter_has_the_gradients_of_the_matrices_that_it_adds_to(method: str) -> None:
+    """dL/dB = s dL/dW A^T and dL/dA = s B^T dL/dW, where W is the sum; whatever way a head takes to multiply by W."""
+    target, options_class = make_target(), methods()[method].options_class
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        head = methods()[method].build(options_class(**SMALL_HEADS.get(method, {})), target, None).train()
+        own = head.state_dict()
+        plain = copy.deepcopy(head)
+        adapt(head, SPEC)
+        with torch.no_grad():
+            for name, one in head.named_parameters():
+                if "lora_B" in name:
+                    nn.init.normal_(one, std=0.05)
+    trained = {name: p for name, p in head.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in name for name in trained)
+    (optimizer,) = build_optimizers(head, TrainSpec(warm_start="x", lora_rank=4))
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trained)
+    sums = merged(head.state_dict(), SPEC)
+    assert sums.keys() == own.keys()
+    plain.load_state_dict(sums)
+    for one in (head, plain):
+        loss_of(one, target).backward()
+    found = 0
+    for name, p in trained.items():
+        if not name.endswith("lora_B"):
+            continue
+        path = name.removesuffix(".parametrizations.weight.0.lora_B")
+        a, b, full = trained[name.replace("lora_B", "lora_A")], p, plain.get_parameter(f"{path}.weight").grad
+        assert None not in (full, a.grad, b.grad), path
+        for grad, expected in ((b.grad, 1.5 * full @ a.detach().T), (a.grad, 1.5 * b.detach().T @ full)):
+            assert float((grad - expected).norm()) <= 1e-5 * float(expected.norm()), path
+        found += bool(full.any())
+    assert found
+
+
+def test_what_cannot_be_adapted_is_refused() -> None:
+    target = make_target()
+    tuned = methods()["medusa2"]
+    head = tuned.build(tuned.options_class(**SMALL_HEADS["medusa2"]), target, None)
+    with pytest.raises(
+        UserError, match=r"^train\.lora_rank is 4, but this medusa2 head tunes its target by an adapter"
+    ):
+        adapt(head, SPEC)
+    bare = make_medusa(target)
+    bare._modules.clear()
+    with pytest.raises(UserError, match="this medusa head has no matrices to adapt"):
+        adapt(bare, SPEC)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A miniature with a head, and a run that trains an adapter on it for a domain."""
+    folder = make_workplace(tmp_path_factory.mktemp("adapter"))
+    target = load_target(str(folder / "target"))
+    save_head(make_eagle3(target, torch.arange(0, target.vocab_size, 2)), folder / "head", target)
+    assert main(["train", *words(folder, folder / "run")]) == 0
+    return folder
+
+
+def words(workplace: Path, run: Path, *more: str) -> list[str]:
+    settings = {
+        "warm_start": workplace / "head",
+        "lora_rank": 3,
+        "optimizer": "adamw",
+        "lr": 3e-2,
+        "max_steps": 8,
+        "evaluations": 2,
+    }
+    ours = ["--head.layer_ids", "null", "--head.draft_vocab_size", "null", "--features.source", "online"]
+    train = (word for key, value in settings.items() for word in (f"--train.{key}", str(value)))
+    return [*options(workplace, run), *ours, "--answers.max_new_tokens", "6", *train, *more]
+
+
+def test_the_best_head_is_the_base_with_the_adapter(workplace: Path) -> None:
+    target, train = load_target(str(workplace / "target")), workplace / "run" / "train"
+    base, best = (load_file(folder / "model.safetensors") for folder in (workplace / "head", train / "best"))
+    lines = [json.loads(line) for line in (train / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["tau"]["overall"] > lines[0]["tau"]["overall"]
+    assert base.keys() == best.keys()
+    moved = {name for name in base if not torch.equal(base[name], best[name])}
+    assert {"fc.weight", "layers.0.mlp.up_proj.weight"} <= moved
+    assert not {name for name in moved if "norm" in name or "lm_head" in name or "embed" in name}
+    for name in moved:
+        assert int(torch.linalg.matrix_rank(best[name] - base[name], rtol=1e-3)) <= 3, name
+    # peft makes the same sums of its files.
+    head = load_head(workplace / "head", target)
+    peft = PeftModel.from_pretrained(head, str(train / "adapter")).merge_and_unload()
+    assert {
+        name: bool((x == best[name]).all()) for name, x in peft.state_dict().items() if name in moved
+    } == dict.fromkeys(moved, True)
+    # The folder of the adapter is a head too, and weighs little.
+    assert recognise(train / "adapter").name == "an adapter of a head"
+    again = load_head(train / "adapter", target)
+    assert all(torch.equal(x, best[name]) for name, x in again.state_dict().items() if name in best)
+    assert (
+        sum(file.stat().st_size for file in (train / "adapter").iterdir())
+        < (train / "best" / "model.safetensors").stat().st_size
+    )
+
+
+def test_adapters_are_measured_beside_their_base(workplace: Path) -> None:
+    beside = [
+        "--evaluate.beside.base",
+        str(workplace / "head"),
+        "--evaluate.beside.kept",
+        str(workplace / "run" / "train" / "adapter"),
+    ]
+    assert main(["evaluate", "--no-decode", *words(workplace, workplace / "run", *beside)]) == 0
+    found = json.loads((workplace / "run" / "simulation" / "t0" / "result.json").read_text())["drafters"]
+    own, base, kept = (found[name]["overall"]["tau_simulated"] for name in ("eagle3", "base", "kept"))
+    assert own == kept > base
+
+
+def test_an_adapter_of_another_head_is_refused(workplace: Path, tmp_path: Path) -> None:
+    target, adapter = load_target(str(workplace / "target")), tmp_path / "adapter"
+    shutil.copytree(workplace / "run" / "train" / "adapter", adapter)
+    config = json.loads((adapter / "config.json").read_text())
+    assert Path(config["adapter"]["base"]) == workplace / "head"
+    assert config["adapter"]["digest"] == head_digest(workplace / "head")
+
+    def refused(words: str, **changes: object) -> None:
+        facts = {key: value for key, value in (config["adapter"] | changes).items() if value is not None}
+        (adapter / "config.json").write_text(json.dumps(config | {"adapter": facts}))
+        with pytest.raises(UserError, match=words) as caught:
+            load_head(adapter, target)
+        assert "\n" not in str(caught.value)
+
+    save_head(
+        make_eagle3(target, torch.arange(0, target.vocab_size, 2), intermediate_size=48), tmp_path / "other", target
+    )
+    other = str(tmp_path / "other")
+    refused("is an adapter of another head than .*other is now", base=other)
+    refused(
+        "holds an adapter of layers.0.mlp.*which does not fit the head", base=other, digest=head_digest(Path(other))
+    )
+    refused("is an adapter of the head .*nowhere, which is not there: put it back", base=str(tmp_path / "nowhere"))
+    refused("adapter.rank is missing or no value for it", rank="3")
+    refused("adapter.rank is missing or no value for it", rank=0)
+    refused("adapter.digest is missing", digest=None)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--train.warm_start", "null"], "train.lora_rank is 3: an adapter changes a head that is trained"),
+        (["--train.optimizer", "muon"], "the factors of train.lora_rank are no matrices for Muon"),
+        (
+            ["--train.lora_rank", "null", "--train.lora_alpha", "8"],
+            "there is no adapter to scale without train.lora_rank",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_any_work(
+    more: list[str], said: str, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = digests(tmp_path)
+    assert main(["train", *words(workplace, tmp_path / "new", *more)]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
+    assert said in line
+    assert digests(tmp_path) == before

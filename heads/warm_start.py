@@ -8,18 +8,24 @@ in `check_adopted`.
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import EMBEDDING
 from draftsmith.heads.registry import find_method
 from draftsmith.target.target import Target
 
+RESIZED = ("draft_vocab_size", "block_size", "num_heads")
+"""Options that `train.resize` may change: the vocabulary that is drafted, and how long drafts are."""
 
-def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> Any:
+
+def adopt_options(options: Any, head: DraftHead, target: Target, name: str, resize: bool = False) -> Any:
     """Return the recipe's `options`, with fields that are null filled in from `head`. name: of the head, for messages.
 
-    Fields that say how to train stay those of the recipe. Raises UserError, naming all of them, for other fields whose
-    values differ from the head's.
+    Fields that say how to train stay those of the recipe; so do `RESIZED`, to `resize`. Raises UserError, naming all of them, for
+    other fields whose values differ from the head's.
     """
     made_of, adopted, apart = _made_of(head, target), {}, []
     for key in (field.name for field in fields(options)):
@@ -30,6 +36,8 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> A
             continue
         if asked is None:
             adopted[key] = made_of[key]
+        elif resize and key in RESIZED:
+            _check_resized(key, asked, made_of, target, name)
         else:
             apart.append(key)
     if apart:
@@ -45,19 +53,70 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str) -> A
     return options
 
 
-def restart(head: DraftHead, options: Any, target: Target, method: str | None = None) -> DraftHead:
+def _check_resized(key: str, asked: int, made_of: dict[str, Any], target: Target, name: str) -> None:
+    """Raise UserError where rows of tokens could not be told from others, or not be made."""
+    if key != "draft_vocab_size":
+        return
+    if made_of.get("lm_head_rank") is not None:
+        raise UserError(
+            f"head.draft_vocab_size is {asked}, but the head that train.warm_start names ({name}) has a projection of low rank, whose "
+            "rows of new tokens nothing gives: leave it null, or start from a head with a whole one."
+        )
+    widths = {value for other, value in made_of.items() if other != key and type(value) is int} | {target.hidden_size}
+    for size in {asked, made_of[key]} & widths:
+        raise UserError(
+            f"train.resize: a draft vocabulary of {size} tokens is as wide as a layer: take one token more or less."
+        )
+
+
+def restart(
+    head: DraftHead,
+    options: Any,
+    target: Target,
+    method: str | None = None,
+    *,
+    resize: bool = False,
+    draft_vocab: Tensor | None = None,
+) -> DraftHead:
     """Return a head with the weights of `head`, to be trained with `options` (those of `adopt_options`). method: of the
-    new head, None for that of `head`; tensors that a head of another method lacks start as in a new head."""
+    new head, None for that of `head`; tensors that a head of another method lacks start as in a new head.
+
+    resize: sizes of `RESIZED` may be others, and the new head has this draft vocabulary [W], None for all tokens: rows of tokens that
+    both have stay, and what the old one has not starts as in a new head.
+    """
     method = method or head.method
-    spec = {**head.describe(), "options": asdict(options), "layer_ids": list(head.reads.layer_ids)}
-    new = find_method(method).load(spec, target, head.draft_vocab)
-    tensors = head.state_dict()
+    if resize:
+        new = find_method(method).build(options, target, draft_vocab)
+        tensors = _resized(head, new, target.vocab_size)
+    else:
+        spec = {**head.describe(), "options": asdict(options), "layer_ids": list(head.reads.layer_ids)}
+        new, tensors = find_method(method).load(spec, target, head.draft_vocab), head.state_dict()
     for name, parameter in new.named_parameters():
         if name == EMBEDDING and parameter.requires_grad:
             # A shared one would be trained in the target, too.
             tensors[name] = tensors[name].to(parameter.dtype, copy=True)
     new.load_state_dict(tensors, assign=True, strict=head.method == method)
     return new
+
+
+def _resized(head: DraftHead, new: DraftHead, vocab_size: int) -> dict[str, Tensor]:
+    """Return the state dict of `new` with all that `head` knows of it."""
+    ours, tensors = head.state_dict(), new.state_dict()
+    every = torch.arange(vocab_size, device=next(new.parameters()).device)
+    old, ids = (every if one.draft_vocab is None else one.draft_vocab for one in (head, new))
+    at = torch.searchsorted(old, ids).clamp(max=len(old) - 1)
+    known = old[at] == ids  # [W]
+    for name, value in tensors.items():
+        mine = ours.get(name)
+        if mine is None or name == "draft_vocab":
+            continue
+        if value.shape[:1] == ids.shape and mine.shape[:1] == old.shape and name != EMBEDDING:
+            rows = value.detach().clone()
+            rows[known] = mine[at[known]]
+            tensors[name] = rows
+        elif mine.shape == value.shape:
+            tensors[name] = mine
+    return tensors
 
 
 def _made_of(head: DraftHead, target: Target) -> dict[str, Any]:

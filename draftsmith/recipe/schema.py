@@ -126,6 +126,9 @@ class TrainSpec:
     warm_start: str | None = None
     """Folder of a head, or of a run, to start from: a checkpoint, an export or a published head of the same method (Medusa-2
     also takes Medusa's); null starts from scratch. What `head` leaves null is that of that head, the rest must be."""
+    resize: bool = False
+    """That head may have another `draft_vocab_size`, `block_size` or `num_heads` than `head` names: what it lacks starts as in a new
+    one."""
     lora_rank: int | None = field(default=None, metadata=LATER | within(1, 4096))
     """Rank of an adapter (LoRA) that is trained in place of the weights of that head; null trains the weights."""
     lora_alpha: float | None = field(default=None, metadata=LATER | within(0, 10**6, above=True))
@@ -185,6 +188,12 @@ class TrainSpec:
             ("lora_alpha", self.lora_rank, "there is no adapter to scale without train.lora_rank"),
         ):
             require(getattr(self, key) is None or needed is not None, f"train.{key}", getattr(self, key), why)
+        require(
+            not self.resize or (self.warm_start is not None and self.lora_rank is None),
+            "train.resize",
+            True,
+            "it changes the sizes of the head that train.warm_start names, which an adapter (train.lora_rank) leaves",
+        )
         muon = self.optimizer == "muon" and self.lora_rank is not None
         require(
             not muon, "train.optimizer", "muon", "the factors of train.lora_rank are no matrices for Muon: take adamw"

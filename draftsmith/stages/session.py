@@ -229,7 +229,7 @@ class Session:
                 f"changed: it is trained on for {self.target.path} as it is now; "
                 "leave train.warm_start out to begin with a new one."
             )
-        return adopt_options(self.recipe.head, head, self.target, str(named))
+        return adopt_options(self.recipe.head, head, self.target, str(named), self.recipe.train.resize)
 
     @cached_property
     def conversations(self) -> list[Conversation]:

@@ -28,7 +28,7 @@ from draftsmith.heads.vocab import (
     coverage_warnings,
     measure_coverage,
 )
-from draftsmith.heads.warm_start import restart
+from draftsmith.heads.warm_start import RESIZED, restart
 from draftsmith.machine import memory_of
 from draftsmith.progress import say
 from draftsmith.recipe.record import FOLLOWERS, flat_inputs
@@ -71,12 +71,13 @@ def prepare_training(session: Session, samples: Sequence[Tokenized]) -> Start:
     """Split the samples, choose the draft vocabulary and make the head. Raises UserError for what cannot be trained."""
     train, heldout = split_samples(session, samples)
     warm = load_warm(session.recipe, session.target)
-    vocab = pick_draft_vocab(session, samples, train, None if warm is None else warm.draft_vocab)
+    chosen = warm is None or (session.recipe.train.resize and draft_vocab_size_of(session.recipe.head) is not None)
+    vocab = pick_draft_vocab(session, samples, train, None if warm is None or chosen else warm.draft_vocab)
     covered = None
     if vocab is not None:
         size = session.target.vocab_size
         covered = measure_coverage(vocab, [samples[i] for i in train], [samples[i] for i in heldout], size)
-        _say_coverage(covered, len(vocab), size, chosen=warm is None)
+        _say_coverage(covered, len(vocab), size, chosen=chosen)
     torch.manual_seed(session.recipe.seed)
     longest = max(len(samples[i].ids) for i in train)
     return Start(initial_head(session, warm, vocab, samples), train, heldout, covered, longest)
@@ -252,22 +253,7 @@ def initial_head(
         )
     method = session.recipe.method
     if warm is not None:
-        head, spec, base = (
-            restart(warm, session.head_options, session.target, method),
-            session.recipe.train,
-            warm_folder(session.recipe),
-        )
-        if spec.lora_rank is None or base is None:
-            return head
-        if warm.method != method:
-            raise UserError(
-                f"train.lora_rank is {spec.lora_rank}, but {base} holds a head of {warm.method}, which lacks a part of a {method} head: "
-                f"train one first, or set method to {warm.method}."
-            )
-        return adapt(
-            head,
-            DraftAdapter(spec.lora_rank, spec.lora_alpha or 2.0 * spec.lora_rank, base.resolve(), head_digest(base)),
-        )
+        return _continued(session, warm, draft_vocab)
     _check_size(session)
     head = find_method(method).build(session.recipe.head, session.target, draft_vocab)
     if head.method != method:
@@ -276,6 +262,35 @@ def initial_head(
             "pyproject.toml and `method` of its heads must be one name."
         )
     return head
+
+
+def _continued(session: Session, warm: DraftHead, draft_vocab: Tensor | None) -> DraftHead:
+    """Return the head to train that starts from `warm`: its weights, in other sizes where the recipe says so, or an adapter on them."""
+    method, spec, base = session.recipe.method, session.recipe.train, warm_folder(session.recipe)
+    head = restart(warm, session.head_options, session.target, method, resize=spec.resize, draft_vocab=draft_vocab)
+    if spec.resize:
+        ours, theirs = head.describe().get("options", {}), warm.describe().get("options", {})
+        changed = [
+            f"head.{key} {theirs[key]} -> {ours[key]}"
+            for key in RESIZED
+            if key in ours and ours[key] != theirs.get(key)
+        ]
+        lost, new = (
+            len(b.keys() - a.keys())
+            for a, b in ((head.state_dict(), warm.state_dict()), (warm.state_dict(), head.state_dict()))
+        )
+        say(
+            f"training: starts from {base}, {', '.join(changed) or 'of the same sizes'}; {new} tensors are new, {lost} left out"
+        )
+    if spec.lora_rank is None or base is None:
+        return head
+    if warm.method != method:
+        raise UserError(
+            f"train.lora_rank is {spec.lora_rank}, but {base} holds a head of {warm.method}, which lacks a part of a {method} head: "
+            f"train one first, or set method to {warm.method}."
+        )
+    alpha = spec.lora_alpha or 2.0 * spec.lora_rank
+    return adapt(head, DraftAdapter(spec.lora_rank, alpha, base.resolve(), head_digest(base)))
 
 
 def _check_size(session: Session) -> None:

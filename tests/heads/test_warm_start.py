@@ -16,6 +16,7 @@ from draftsmith.heads.export.export import export_head
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa2 import Medusa2Options
 from draftsmith.heads.peagle import PEagleOptions
+from draftsmith.heads.registry import methods
 from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.target.target import Target, load_target
 from tests import exports
@@ -23,7 +24,7 @@ from tests.batches import documents_of, pack
 from tests.eval.conformance.test_suite import SPECS, spec
 from tests.exports import make_medusa, make_target
 from tests.helpers import tiny_tokenizer
-from tests.models import tiny_model
+from tests.models import SMALL_HEADS, tiny_model
 from tests.workplace import digests, make_workplace, options
 
 pytestmark = pytest.mark.full
@@ -202,6 +203,88 @@ def test_training_goes_on_from_any_head(name: str) -> None:
     batch = pack(target, documents_of(target), head.reads.layer_ids)
     for a, b in zip(head.eval()(batch, 2).steps, again.eval()(batch, 2).steps, strict=True):
         assert torch.equal(a.logits, b.logits)
+
+
+OTHER_SIZES = {
+    "eagle3": {"draft_vocab_size": 60},
+    "peagle": {"draft_vocab_size": 60},
+    "dflash": {"draft_vocab_size": 60, "block_size": 6},
+    "dflash2": {"draft_vocab_size": 60, "block_size": 3},
+    "dspark": {"draft_vocab_size": 60, "block_size": 6},
+    "jetspec": {"block_size": 6},
+    "domino": {"block_size": 3},
+    "medusa": {"num_heads": 5},
+    "hydra": {"num_heads": 2},
+}
+
+
+@pytest.mark.parametrize("method", OTHER_SIZES)
+def test_a_head_of_another_vocabulary_and_length_keeps_what_both_have(method: str) -> None:
+    """Logits of tokens that both vocabularies have, and of steps that both heads make, are those of before."""
+    target, options_class = make_target(), methods()[method].options_class
+    old_ids = torch.arange(0, 160, 2) if "draft_vocab_size" in OTHER_SIZES[method] else None
+    sizes = {} if old_ids is None else {"draft_vocab_size": 80}
+    asked = options_class(**SMALL_HEADS[method] | OTHER_SIZES[method])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        head = methods()[method].build(options_class(**SMALL_HEADS[method] | sizes), target, old_ids)
+        with torch.no_grad():  # away from the target's rows, which a new head would have as well
+            for parameter in head.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+    with pytest.raises(UserError, match="start from another head"):
+        adopt_options(asked, head, target, "runs/first")
+    adopted = adopt_options(asked, head, target, "runs/first", resize=True)
+    ids = None if old_ids is None else torch.cat([torch.arange(0, 40, 2), torch.arange(41, 121, 2)])
+    again = restart(head, adopted, target, resize=True, draft_vocab=ids)
+    assert all(getattr(again.options, key) == value for key, value in OTHER_SIZES[method].items())
+    both = slice(None) if ids is None else torch.arange(20)
+    if method not in ("dflash", "dflash2", "domino", "dspark"):  # whose slots see the length of their block
+        batch = pack(target, documents_of(target), head.reads.layer_ids)
+        steps = min(head.trains.steps, again.trains.steps)
+        for a, b in zip(*(one.eval()(batch, steps).steps for one in (head, again)), strict=True):
+            torch.testing.assert_close(a.logits[:, both], b.logits[:, both], atol=1e-5, rtol=1e-5)
+    fresh, before, after = (
+        methods()[method].build(adopted, target, ids).state_dict(),
+        head.state_dict(),
+        again.state_dict(),
+    )
+    kept = [name for name in after if name in before and name != "draft_vocab"]
+    assert len(kept) > 3
+    for name in kept:
+        if before[name].shape == after[name].shape:
+            assert torch.equal(before[name], after[name]), name
+        elif ids is not None and after[name].shape[0] == len(ids):
+            assert torch.equal(before[name][both], after[name][both]), name
+            if "markov" not in name:  # which starts at random
+                assert torch.equal(after[name][20:], fresh[name][20:]), name
+
+
+def test_resizing_that_cannot_be_is_refused() -> None:
+    target = make_target()
+    for made, asked, words in (
+        ({"lm_head_rank": 10}, Eagle3Options(draft_vocab_size=60, lm_head_rank=10), "has a projection of low rank"),
+        ({}, Eagle3Options(draft_vocab_size=64), "train.resize: a draft vocabulary of 64 tokens is as wide as a layer"),
+        ({}, Eagle3Options(draft_vocab_size=60, intermediate_size=48), "head.intermediate_size is 48, but"),
+    ):
+        with pytest.raises(UserError, match=words):
+            adopt_options(asked, make_eagle3(target, **made), target, "runs/first", resize=True)
+
+
+def test_training_takes_another_vocabulary_to_train_resize(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, more = tmp_path / "run", ["--train.resize", "true", "--head.draft_vocab_size", "200"]
+    assert main(["train", *words(workplace, run, workplace / "head", *more)]) == 0
+    assert "head.draft_vocab_size " in capsys.readouterr().err
+    before, after = (load_file(folder / "model.safetensors") for folder in (workplace / "head", run / "train" / "best"))
+    assert after["lm_head.weight"].shape[0] == len(after["draft_vocab"]) == 200
+    both = [i for i in after["draft_vocab"].tolist() if i in before["draft_vocab"]]
+    assert 20 < len(both) < 200
+    rows = ((x["draft_vocab"].tolist().index(i), x["lm_head.weight"]) for x in (before, after) for i in both)
+    values = [weight[row] for row, weight in rows]
+    assert all(torch.equal(a, b) for a, b in zip(values[: len(both)], values[len(both) :], strict=True))
+    assert torch.equal(before["fc.weight"], after["fc.weight"])
 
 
 def test_more_steps_than_the_heads_window_are_refused() -> None:

@@ -140,6 +140,20 @@ class Candidates:
 
 
 @dataclass(frozen=True)
+class Ranking:
+    """All candidates of a dynamic tree, level by level, and the order in which it takes them.
+
+    of_BJ: tokens, scores and parents; the score of a node deeper than its row's limit is -inf. depth_J: their depths. order_BJ:
+    indices of the candidates, the first one taken first. count_B: how many may be taken.
+    """
+
+    of_BJ: Candidates
+    depth_J: Tensor
+    order_BJ: Tensor
+    count_B: Tensor
+
+
+@dataclass(frozen=True)
 class Beam:
     """A dynamic tree while it grows.
 
@@ -166,12 +180,20 @@ class Beam:
         best = logits_BmW.float().log_softmax(-1).topk(branching, -1)
         score_Bmb = self.score_Bm[..., None] + best.values
         score_Bc, tokens_Bc = score_Bmb.flatten(1), target_ids(best.indices).expand_as(score_Bmb).flatten(1)
-        kept_by = self.score_Bm.repeat_interleave(branching, 1) if self.tree.rule == "accum_logp" else score_Bc
-        level = Candidates(tokens_Bc, kept_by, self.number_Bm.repeat_interleave(branching, 1))
+        number_Bc = self.number_Bm.repeat_interleave(branching, 1)
         first = sum(above.score_Bc.shape[1] for above in self.levels)
         width = min(self.tree.beam, score_Bc.shape[1])
         ranked = score_Bc.sort(dim=1, descending=True, stable=True)
         chosen_Bm = ranked.indices[:, :width]
+        best_Bm = Candidates(tokens_Bc.gather(1, chosen_Bm), ranked.values[:, :width], number_Bc.gather(1, chosen_Bm))
+        if (
+            self.tree.rule == "best_first"
+        ):  # whose beam is as wide as the tree is large: none of the others is ever kept
+            level, number_Bm = best_Bm, numbers(first, first + width, chosen_Bm.device).expand_as(chosen_Bm)
+        else:
+            by_parent = self.tree.rule == "accum_logp"
+            kept_by = self.score_Bm.repeat_interleave(branching, 1) if by_parent else score_Bc
+            level, number_Bm = Candidates(tokens_Bc, kept_by, number_Bc), first + chosen_Bm
         parent_Bm = chosen_Bm // branching
         ancestors_BmT = self.ancestors_BmT
         if ancestors_BmT is not None:
@@ -180,31 +202,37 @@ class Beam:
             ancestors_BmT = torch.cat([above_BmT, own_BmT], 2)
         return replace(
             self,
-            tokens_Bm=tokens_Bc.gather(1, chosen_Bm),
-            score_Bm=ranked.values[:, :width],
-            number_Bm=first + chosen_Bm,
+            tokens_Bm=best_Bm.tokens_Bc,
+            score_Bm=best_Bm.score_Bc,
+            number_Bm=number_Bm,
             parent_Bm=parent_Bm,
             ancestors_BmT=ancestors_BmT,
             levels=(*self.levels, level),
         )
 
-    def draft(self) -> Draft:
-        """Return the draft of the best candidates of all levels; nodes deeper than a row's limit are padding."""
-        tokens_BJ = torch.cat([level.tokens_Bc for level in self.levels], 1)
-        score_BJ = torch.cat([level.score_Bc for level in self.levels], 1)
-        parent_BJ = torch.cat([level.parent_Bc for level in self.levels], 1)
+    def ranking(self) -> Ranking:
+        """Return the candidates of all levels in the order in which the tree takes them, whatever it may hold."""
+        parts = [(level.tokens_Bc, level.score_Bc, level.parent_Bc) for level in self.levels]
+        tokens_BJ, score_BJ, parent_BJ = (torch.cat(part, 1) for part in zip(*parts, strict=True))
         depths = [depth for depth, level in enumerate(self.levels, 1) for _ in range(level.score_Bc.shape[1])]
         depth_J = listed(tuple(depths), tokens_BJ.device)
         score_BJ = score_BJ.masked_fill(depth_J > self.limit_B[:, None], -torch.inf)
-        kept = min(self.tree.total_tokens - 1, len(depths))
-        index_BN = score_BJ.sort(dim=1, descending=True, stable=True).indices[:, :kept].sort(1).values
+        order_BJ = score_BJ.sort(dim=1, descending=True, stable=True).indices
+        return Ranking(Candidates(tokens_BJ, score_BJ, parent_BJ), depth_J, order_BJ, (score_BJ > -torch.inf).sum(1))
+
+    def draft(self) -> Draft:
+        """Return the draft of the best candidates of all levels; nodes deeper than a row's limit are padding."""
+        ranking = self.ranking()
+        tokens_BJ, parent_BJ = ranking.of_BJ.tokens_Bc, ranking.of_BJ.parent_Bc
+        kept = min(self.tree.total_tokens - 1, tokens_BJ.shape[1])
+        index_BN = ranking.order_BJ[:, :kept].sort(1).values
         # From parents' numbers among all candidates to numbers among the kept ones; 0 is the root.
         node_BJ = torch.zeros_like(parent_BJ).scatter(
             1, index_BN, numbers(1, kept + 1, index_BN.device).expand_as(index_BN)
         )
         parent_BN = parent_BJ.gather(1, index_BN)
         parents_BN = torch.where(parent_BN < 0, 0, node_BJ.gather(1, parent_BN.clamp(min=0)))
-        nodes_B = 1 + (score_BJ.gather(1, index_BN) > -torch.inf).sum(1)
+        nodes_B = 1 + ranking.count_B.clamp(max=kept)
         root_B1 = self.root_B[:, None]
         return Draft(
             torch.cat([root_B1, tokens_BJ.gather(1, index_BN)], 1),

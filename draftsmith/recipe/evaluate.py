@@ -30,6 +30,8 @@ class DraftSpec:
     """The same: the most children of a node, and for dynamic the nodes of a level that go on; null is 8."""
     total_tokens: int | None = field(default=None, metadata=LATER | within(2, 1024))
     """The same: tokens that the target reads, the root included; null is 60."""
+    budgets: list[int] | None = field(default=None, metadata=LATER | within(2, 1024))
+    """best_first, accum_logp: other total_tokens, that are simulated in the same pass; null: 8, 16, 32, ... up to its own."""
     confidence_threshold: float | None = field(default=None, metadata=LATER | within(0, 1, above=True, below=True))
     """chain: a draft ends before the first token that is less likely than this to be reached and accepted, by the head's own
     confidences (DSpark); null: it never ends early."""
@@ -69,6 +71,8 @@ class DraftSpec:
         for key in ("depth", "branching", "total_tokens"):
             value = getattr(self, key)
             require(dynamic or value is None, f"{where} {key}", value, f"only a tree of {', '.join(GROWING)} takes it")
+        grown, value = self.tree in GROWING and self.tree != "dynamic", self.budgets
+        require(grown or value is None, f"{where} budgets", value, "only a tree of best_first, accum_logp takes them")
         value = self.confidence_threshold
         require(chain or value is None, f"{where} confidence_threshold", value, "only a chain takes it")
         static = self.children is None or not (chain or dynamic)

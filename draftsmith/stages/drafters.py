@@ -261,6 +261,7 @@ def ways_to_draft(
             verifier=tuned,
             threshold=draft.confidence_threshold,
             weights=draft.weights,
+            budgets=draft.budgets or (),
         )
         for draft, tree in ways
     ]

@@ -262,8 +262,8 @@ def simulate_drafters(evaluation: Evaluation, sampling: Sampling, journal: Journ
     for own, systems in by_verifier.items():
         for c, simulation in zip(systems, simulate_systems(own, systems, answers[own], sampling), strict=True):
             changed = {} if c.verifier is None else originals.changed_by(c, answers[own])
-            pairs = zip(answers[own], simulation.tallies, strict=True)
-            texts[c.name] = Texts([Text(g, None, tallies) for g, tallies in pairs], simulation.off_text, changed)
+            parts = zip(answers[own], simulation.tallies, simulation.by_budget, strict=True)
+            texts[c.name] = Texts([Text(g, None, *tallies) for g, *tallies in parts], simulation.off_text, changed)
     simulated = [c for c in evaluation.drafters if c.name in texts]
     off_text = {c.name: texts[c.name].off_text for c in simulated}
     result = _make_result(evaluation, sampling, off_text, batch=SIMULATED_BATCH, repeats=repeats)

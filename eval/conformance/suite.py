@@ -247,8 +247,8 @@ def check_greedy_text(spec: Spec) -> None:
 
 
 def check_trees(spec: Spec) -> None:
-    """Check, for every kind of tree that the method names, that greedy answers are the target's own, and for a static
-    tree that simulated acceptance is decoded acceptance."""
+    """Check, for every kind of tree that the method names, that greedy answers are the target's own, and where it is simulated
+    that simulated acceptance is decoded acceptance."""
     method, requests = find_method(spec.method), spec.requests[:16]
     alone = decode_batch(spec.verifier, TargetAlone(), requests, GREEDY).generations
     for kind in sorted(method.trees):

@@ -29,6 +29,9 @@ Simulate = Callable[[Target, Sequence[Generation], Sampling, int], Simulation]
 
 Tree = StaticTree | DynamicTree
 
+BUDGETS = (8, 16, 32, 64, 128, 256, 512)
+"""The total_tokens of growing trees that are simulated by default, those below the tree's own."""
+
 
 @dataclass(frozen=True)
 class DraftInfo:
@@ -94,7 +97,8 @@ class SystemUnderTest:
     text alone. fixed_length: every round drafts as many tokens as fit, so that K tells what a round costs. fingerprint: of the draft
     model. head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None for the
     evaluation's own. threshold: a draft ends before the first token of a lower chance, by the head's confidence. shape: the name of
-    a baseline's tree. most_nodes: tokens of its largest target pass, None for the root and K.
+    a baseline's tree. most_nodes: tokens of its largest target pass, None for the root and K. budgets: total_tokens of its tree, that
+    are simulated in the same pass.
     """
 
     name: str
@@ -117,6 +121,7 @@ class SystemUnderTest:
     weight_bytes: int = 0
     shape: str | None = None
     most_nodes: int | None = None
+    budgets: tuple[int, ...] = ()
 
     @property
     def counts_drafts(self) -> bool:
@@ -211,8 +216,10 @@ def head_system(
     verifier: Target | None = None,
     threshold: float | None = None,
     weights: str | None = None,
+    budgets: Sequence[int] = (),
 ) -> SystemUnderTest:
-    """Return the drafter of `head`; its name says how it drafts. verifier, threshold, weights: see `SystemUnderTest`.
+    """Return the drafter of `head`; its name says how it drafts. verifier, threshold, weights: see `SystemUnderTest`. budgets: of a
+    tree that is simulated while it grows; by default some up to its own, which is among them in any case.
 
     Draft lengths are clamped to the head's longest; a tree has its own. Raises UserError for one it cannot draft.
     """
@@ -235,9 +242,9 @@ def head_system(
         return method.make_drafter(drafting, k, **how)
 
     simulate = None
-    # What a dynamic tree or drawn children propose depends on more than the text.
-    if typical is None and not drawn and not isinstance(tree, DynamicTree):
-        simulate = head_simulator(drafting, tree=tree)
+    # What drawn children propose, and a tree whose nodes are run, depends on more than the text.
+    if typical is None and not drawn and (tree is None or tree_kind(tree, drawn) != "dynamic"):
+        simulate = head_simulator(drafting, tree=tree, budgets=_budgets(tree, budgets))
     return SystemUnderTest(
         name + rounded + until + shape + lossy + tuned,
         head.method,
@@ -254,7 +261,14 @@ def head_system(
         threshold=threshold,
         weights=weights,
         weight_bytes=weight_bytes(head, weights),
+        budgets=() if simulate is None else simulate.budgets,
     )
+
+
+def _budgets(tree: Tree | None, asked: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(tree, DynamicTree):
+        return ()
+    return tuple(sorted({*(asked or (n for n in BUDGETS if n < tree.total_tokens)), tree.total_tokens}))
 
 
 def _check_tree(tree: Tree, drawn: bool, name: str, head: DraftHead) -> None:

@@ -122,6 +122,10 @@ def _acceptance(
         "alpha_at_simulated": tuple(simulated.alpha_at) if simulated.rounds else None,
         **acceptance_by_condition(system.trained_length, thought_of, counted, expected),
         "k_sweep": _sweep(system, texts, costs) or None,
+        "budget_sweep": {
+            str(budget): total((t.by_budget[i] for t in texts), k).tau for i, budget in enumerate(system.budgets)
+        }
+        or None,
         "looping": sum(is_looping(t.generation.output_ids) for t in texts) / len(texts) if texts else None,
     }
 

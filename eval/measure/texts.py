@@ -24,7 +24,7 @@ from draftsmith.eval.clocks.turns import Repeats
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.results.result import Divergence, Lossless
 from draftsmith.eval.simulate.answers import answer_in_parts
-from draftsmith.eval.simulate.texts import target_passes, to_sample
+from draftsmith.eval.simulate.texts import Simulation, target_passes, to_sample
 from draftsmith.foreign.records import Journal
 from draftsmith.foreign.text import parse_json
 from draftsmith.progress import Bar
@@ -43,11 +43,13 @@ Fields = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Text:
-    """An answer with its decoded tally, None where it was only simulated, and its simulated tallies for K = 1, 2, ..."""
+    """An answer with its decoded tally, None where it was only simulated, and its simulated tallies for K = 1, 2, ..., and for the
+    `budgets` of its drafter."""
 
     generation: Generation
     decoded: Tally | None
     simulated: Sequence[Tally]
+    by_budget: Sequence[Tally] = ()
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,13 @@ def count_texts(
     own: Target, system: SystemUnderTest, generations: Sequence[Generation], sampling: Sampling, max_k: int
 ) -> Texts:
     """Count a drafter's answers, and simulate them up to `max_k` where that is possible. own: the target that verifies its drafts."""
-    tallies: Sequence[Sequence[Tally]] = [()] * len(generations)
-    off_text = 0
+    nothing: list[list[Tally]] = [[]] * len(generations)
+    found = Simulation(nothing, 0, nothing)
     if system.simulate is not None:
-        simulation = system.simulate(own, generations, sampling, max_k)
-        tallies, off_text = simulation.tallies, simulation.off_text
+        found = system.simulate(own, generations, sampling, max_k)
     decoded = (tally_generation(generation, system.num_speculative_tokens) for generation in generations)
-    return Texts([Text(*parts) for parts in zip(generations, decoded, tallies, strict=True)], off_text)
+    parts = zip(generations, decoded, found.tallies, found.by_budget, strict=True)
+    return Texts([Text(*one) for one in parts], found.off_text)
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ def sweep(view: View) -> Section:
             *(replace(figure, folded=True) for figure in figures),
         ]
     notes = () if gains else ("The costs of a draft and a target pass were not measured, so no best K is given.",)
-    tables = (*_sweep_tables(view, lengths, bool(gains)), *_cost_tables(view))
+    tables = (*_sweep_tables(view, lengths, bool(gains)), *_budget_tables(view), *_cost_tables(view))
     return Section("draft-length", "Draft length", about, tuple(figures), tables, notes)
 
 
@@ -218,6 +218,22 @@ def _sweep_tables(view: View, lengths: Sequence[int], gains: bool) -> list[Table
         )
         tables.append(Table("Predicted speedup by K", (*columns, "best K"), speedups, heads=2, folded=True))
     return tables
+
+
+def _budget_tables(view: View) -> list[Table]:
+    """List what trees that grow would get accepted with more nodes, or fewer."""
+    sizes = sorted({int(n) for name in view.slices for _, m in view.measured(name) for n in m.budget_sweep or ()})
+    if not sizes:
+        return []
+    rows = view.rows(
+        lambda m: [number(m.budget_sweep.get(str(n))) for n in sizes] if m.budget_sweep is not None else None
+    )
+    columns = ("slice", "system", *(f"{n} tokens" for n in sizes))
+    return [
+        Table(
+            "Accepted length τ by the size of a tree, the root included, simulated", columns, rows, heads=2, folded=True
+        )
+    ]
 
 
 def _cost_tables(view: View) -> list[Table]:

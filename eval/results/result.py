@@ -80,10 +80,8 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Lossless:
-    """Greedy equality, token for token, with the target alone.
-
-    checked: prompts compared. equal: prompts whose texts are the same ids. tau, tau_simulated: of the checked greedy texts.
-    """
+    """Greedy equality, token for token, with the target alone. checked: prompts compared. equal: prompts whose texts are the same ids.
+    tau, tau_simulated: of the checked greedy texts."""
 
     dtype: str
     checked: int
@@ -131,6 +129,8 @@ class Measures:
     thinking: tuple[Group, ...] | None = None
     #: Draft lengths, ascending.
     k_sweep: tuple[SweepPoint, ...] | None = None
+    #: tau_simulated of a tree that grows by its total_tokens, ascending.
+    budget_sweep: dict[str, float | None] | None = None
     #: Emitted tokens after the first per second of decoding with this drafter, median over repeats.
     decode_tok_s: float | None = None
     #: [min, max] over repeats.
@@ -332,7 +332,7 @@ class Result:
     clocks: Clocks | None = None
     examples: tuple[Example, ...] = ()
     supplement: dict[str, bool | int | float | str | None] = field(default_factory=dict)
-    schema_version: int = 11
+    schema_version: int = 12
 
     @property
     def warnings(self) -> list[str]:
@@ -394,7 +394,7 @@ def check_figures(measures: Measures, where: str) -> None:
         if numbers and max(numbers) > _MOST:
             raise UserError(f"{where} {key} is {max(numbers):g}, more than can be measured: {again}.")
     taus = [measures.tau, measures.tau_simulated, *(point.tau_simulated for point in measures.k_sweep or ())]
-    if any(tau is not None and tau <= 0 for tau in taus):
+    if any(tau is not None and tau <= 0 for tau in (*taus, *(measures.budget_sweep or {}).values())):
         raise UserError(f"{where} an accepted length is zero or less, where every pass brings a token: {again}.")
     if measures.tokens and not measures.prompts:
         raise UserError(f"{where} there are {measures.tokens} tokens of no prompts: {again}.")

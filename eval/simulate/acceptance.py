@@ -9,7 +9,7 @@ nodes, V target vocab, W draft vocab.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, cast
 
@@ -43,10 +43,12 @@ class Acceptance:
     c_BLK: probability that row t's draft of x_{t+2+k} was accepted given the text; NaN where none is drafted.
     off_text: supervised tokens that the target would not choose in this pass: at temperature 0 not its argmax, above it
     outside its top-k, top-p or min-p set. A few come from rounding; many mean that the text is not the target's.
+    nodes_BLK: tokens that row t drafts at each depth of a tree that is another in every row; None where all draft alike.
     """
 
     c_BLK: Tensor
     off_text: int
+    nodes_BLK: Tensor | None = None
 
 
 @torch.no_grad()
@@ -74,7 +76,7 @@ def acceptance(
     c = torch.full((len(ids), len(output.steps)), torch.nan, dtype=torch.float64, device=ids.device)
     # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
     positions = output.steps[0].rows + 1
-    p, off_text = _text_probs(batch, target_head, positions, sampling)
+    p, off_text = text_probs(batch, target_head, positions, sampling)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
             at, logits_RW = step.rows[piece], step.logits_of(piece)
@@ -105,7 +107,7 @@ def _follow_tree(
     Its children are chosen deterministically, so the text decides at any temperature which one was accepted.
     """
     ids, steps = batch.ids.flatten(), output.steps[: tree.depth]
-    _, off_text = _text_probs(batch, target_head, output.steps[0].rows + 1, sampling)
+    _, off_text = text_probs(batch, target_head, output.steps[0].rows + 1, sampling)
     child_NR = _children(tree, ids.device)
     ranks = token_ranks(HeadOutput(steps), batch, draft_vocab_W, tree.ranks).flatten(0, 1).long()
     node = torch.zeros_like(ids)
@@ -142,7 +144,7 @@ def _children(tree: StaticTree, device: torch.device) -> Tensor:
     return child_NR
 
 
-def _text_probs(batch: TrainBatch, target_head: TargetHead, positions: Tensor, sampling: Sampling) -> _TextProbs:
+def text_probs(batch: TrainBatch, target_head: TargetHead, positions: Tensor, sampling: Sampling) -> _TextProbs:
     """Return the text's own probabilities at flat positions, and count the tokens that the target would not choose."""
     if not sampling.greedy:
         return _text_probabilities(batch, target_head, positions, sampling)
@@ -311,18 +313,36 @@ def find_answers(batch: TrainBatch) -> list[Answer]:
 
 
 def simulate(
-    c_BLK: Tensor, answers: Sequence[Answer], num_speculative_tokens: int, levels: Sequence[int] | None = None
+    c_BLK: Tensor,
+    answers: Sequence[Answer],
+    num_speculative_tokens: int,
+    levels: Sequence[int] | None = None,
+    nodes_BLK: Tensor | None = None,
 ) -> list[Tally]:
     """Return the expected tally of every answer for one draft length (any length up to the K of `c_BLK`).
 
-    levels: tokens proposed at each depth up to `num_speculative_tokens`, one each by default.
+    levels: tokens proposed at each depth up to `num_speculative_tokens`, one each by default. nodes_BLK: see `Acceptance`.
     """
     if not answers:
         return []
-    c = c_BLK.cpu().numpy()
     tokens_S = np.array([a.last - a.first for a in answers])
-    c_STK = np.zeros((len(answers), max(int(tokens_S.max()), 1), num_speculative_tokens))
-    for s, a in enumerate(answers):
-        # The root x_r is drafted from by row t = r - 1.
-        c_STK[s, : a.last - a.first] = c[a.row, a.first - 1 : a.last - 1, :num_speculative_tokens]
-    return expected_tallies(c_STK, tokens_S, num_speculative_tokens, levels)
+
+    def gather(x_BLK: Tensor) -> np.ndarray:
+        x = x_BLK.cpu().numpy()
+        x_STK = np.zeros((len(answers), max(int(tokens_S.max()), 1), num_speculative_tokens))
+        for s, a in enumerate(answers):
+            # The root x_r is drafted from by row t = r - 1.
+            x_STK[s, : a.last - a.first] = x[a.row, a.first - 1 : a.last - 1, :num_speculative_tokens]
+        return x_STK
+
+    tallies = expected_tallies(gather(c_BLK), tokens_S, num_speculative_tokens, levels)
+    if nodes_BLK is None:
+        return tallies
+    left_ST = tokens_S[:, None] - np.arange(max(int(tokens_S.max()), 1))
+    # Nodes behind the answer's end do not count.
+    counted_STK = np.arange(num_speculative_tokens) < left_ST[..., None]
+    drafted_ST = (gather(nodes_BLK) * counted_STK).sum(2)
+    return [
+        replace(tally, drafted=float(cast(np.ndarray, tally.rounds_T) @ drafted_T[: int(tally.tokens)]))
+        for tally, drafted_T in zip(tallies, drafted_ST, strict=True)
+    ]

@@ -7,6 +7,7 @@ distribution.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ from draftsmith.decoder.drafters.draft_model import draft_vocab, readable
 from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixRules, speculate
 from draftsmith.decoder.drafters.texts import MAX_NGRAM, Branches, find_continuation
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.decoder.trees import StaticTree
+from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, expected_tallies, find_answers, simulate
+from draftsmith.eval.simulate.grown import follow_grown
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, drafting, supervised_rows
 from draftsmith.target.target import Target
 
@@ -29,10 +31,12 @@ _TEXTS_PER_PASS = 8
 
 @dataclass(frozen=True)
 class Simulation:
-    """Expected tallies of each generation for K = 1..max_k (entry K-1). off_text: see `Acceptance`."""
+    """Expected tallies of each generation for K = 1..max_k (entry K-1). off_text: see `Acceptance`. by_budget: the tallies of each
+    generation for the simulator's `budgets`, empty without any."""
 
     tallies: list[list[Tally]]
     off_text: int
+    by_budget: list[list[Tally]]
 
 
 def to_sample(generation: Generation) -> Tokenized:
@@ -48,33 +52,54 @@ def to_sample(generation: Generation) -> Tokenized:
 class Simulator:
     """How the acceptance of a drafter follows from passes of the target over finished answers.
 
-    accept: from the target, what a pass gave, the sampling settings and max_k to the acceptance of max_k drafts.
-    layer_ids: the aux layers that it reads. levels: tokens at each depth of its tree, None for a chain. own_pass: see `Drafts`.
+    accept: from the target, what a pass gave, the tokens that each row's answer might have gone on for, the sampling settings and
+    max_k to the acceptance of 1..max_k drafts, and behind these of a tree of max_k levels for each of `budgets`.
+    layer_ids: the aux layers that it reads. levels: tokens at each depth of its tree, None for a chain and a tree that grows. budgets:
+    total_tokens of trees that grow, to simulate them too.
     """
 
-    accept: Callable[[Target, TrainBatch, Sampling, int], Acceptance]
+    accept: Callable[[Target, TrainBatch, Sequence[int], Sampling, int], list[Acceptance]]
     layer_ids: tuple[int, ...] = ()
     levels: tuple[int, ...] | None = None
-    own_pass: bool = False
+    budgets: tuple[int, ...] = ()
 
     def __call__(self, target: Target, generations: Sequence[Generation], sampling: Sampling, max_k: int) -> Simulation:
         """Simulate drafts of 1..max_k tokens on finished answers, see `simulate_together`."""
         return simulate_together(target, generations, sampling, [(self, max_k)])[0]
 
 
-def head_simulator(head: DraftHead, *, tree: StaticTree | None = None, greedy_drafts: bool = False) -> Simulator:
-    """Return the simulator of chains, or of a static tree cut at depth 1..max_k.
+def head_simulator(
+    head: DraftHead,
+    *,
+    tree: StaticTree | DynamicTree | None = None,
+    greedy_drafts: bool = False,
+    budgets: Sequence[int] = (),
+) -> Simulator:
+    """Return the simulator of chains, or of a tree cut at depth 1..max_k.
 
-    greedy_drafts: the drafter proposes a chain of argmaxes at every temperature.
+    greedy_drafts: the drafter proposes a chain of argmaxes at every temperature. budgets: see `Simulator`; of a tree that grows from
+    one pass, by the probabilities that every depth has whatever the text.
     """
+    own_pass, layers = head.drafts.own_pass, head.reads.layer_ids
 
-    def accept(target: Target, batch: TrainBatch, sampling: Sampling, max_k: int) -> Acceptance:
-        vocab_W = head.draft_vocab
+    def accept(
+        target: Target, batch: TrainBatch, room: Sequence[int], sampling: Sampling, max_k: int
+    ) -> list[Acceptance]:
+        vocab_W, lengths, found = head.draft_vocab, range(1, max_k + 1), list[Acceptance]()
         with drafting(head):
-            output = head(batch, max_k)
-            return acceptance(output, batch, target.head, vocab_W, sampling, tree=tree, greedy_drafts=greedy_drafts)
+            if isinstance(tree, DynamicTree):
+                trees = [replace(tree, depth=k) for k in lengths]
+                trees += [replace(tree, depth=max_k, total_tokens=budget) for budget in budgets]
+                apart = [[t for t in trees if t.depth == k] for k in lengths] if own_pass else [trees]
+                for some in apart:
+                    found += follow_grown(head, batch, target.head, sampling, some, room)
+                return found
+            for k in lengths if own_pass else [max_k]:
+                how: Any = {"tree": tree, "greedy_drafts": greedy_drafts}
+                found.append(acceptance(head(batch, k), batch, target.head, vocab_W, sampling, **how))
+        return found if own_pass else found * max_k
 
-    return Simulator(accept, head.reads.layer_ids, None if tree is None else tree.levels, head.drafts.own_pass)
+    return Simulator(accept, layers, tree.levels if isinstance(tree, StaticTree) else None, tuple(budgets))
 
 
 def simulate_generations(
@@ -84,7 +109,7 @@ def simulate_generations(
     sampling: Sampling,
     max_k: int,
     *,
-    tree: StaticTree | None = None,
+    tree: StaticTree | DynamicTree | None = None,
     greedy_drafts: bool = False,
 ) -> Simulation:
     """Simulate the drafts of `head` on finished answers, see `head_simulator` and `simulate_together`."""
@@ -102,28 +127,28 @@ def simulate_together(
     """
     order = sorted(range(len(generations)), key=lambda i: len(generations[i].output_ids))
     layers = tuple(sorted({layer for simulator, _ in drafters for layer in simulator.layer_ids}))
-    by_index: list[dict[int, list[Tally]]] = [{} for _ in drafters]
+    by_index: list[dict[int, tuple[list[Tally], list[Tally]]]] = [{} for _ in drafters]
     off_text = [0 for _ in drafters]
     for indices, batch in target_passes(target, [to_sample(generations[i]) for i in order], layers):
         answers = find_answers(batch)
         assert len(answers) == len(indices)
+        requests = [(generations[order[i]].request, generations[order[i]].output_ids) for i in indices]
+        room = [request.max_new_tokens - len(output) for request, output in requests]
         for drafter, (simulator, max_k) in enumerate(drafters):
-            read, lengths = _read(batch, layers, simulator.layer_ids), range(1, max_k + 1)
-            passes = [simulator.accept(target, read, sampling, k) for k in (lengths if simulator.own_pass else [max_k])]
-            off_text[drafter] += passes[-1].off_text
-            by_k = [
-                simulate(
-                    passes[-1 if len(passes) == 1 else k - 1].c_BLK,
-                    answers,
-                    k,
-                    simulator.levels and simulator.levels[:k],
-                )
-                for k in lengths
+            read = _read(batch, layers, simulator.layer_ids)
+            found = simulator.accept(target, read, room, sampling, max_k)
+            off_text[drafter] += found[-1].off_text
+            lengths = [*range(1, max_k + 1), *(max_k for _ in simulator.budgets)]
+            by_shape = [
+                simulate(one.c_BLK, answers, k, simulator.levels and simulator.levels[:k], one.nodes_BLK)
+                for k, one in zip(lengths, found, strict=True)
             ]
-            by_answer = zip(indices, zip(*by_k, strict=True), strict=True)
-            by_index[drafter] |= {order[index]: list(tallies) for index, tallies in by_answer}
-    everywhere = range(len(generations))
-    return [Simulation([of[i] for i in everywhere], off) for of, off in zip(by_index, off_text, strict=True)]
+            for index, tallies in zip(indices, zip(*by_shape, strict=True), strict=True):
+                by_index[drafter][order[index]] = [*tallies[:max_k]], [*tallies[max_k:]]
+    every = [[of[i] for i in range(len(generations))] for of in by_index]
+    return [
+        Simulation([one for one, _ in of], off, [one for _, one in of]) for of, off in zip(every, off_text, strict=True)
+    ]
 
 
 def _read(batch: TrainBatch, layers: tuple[int, ...], chosen: tuple[int, ...]) -> TrainBatch:
@@ -155,14 +180,16 @@ def draft_model_simulator(model: Target, *, greedy_drafts: bool = False) -> Simu
     the acceptance of every token, and position k of a round has that of the token k positions on.
     """
 
-    def accept(target: Target, batch: TrainBatch, sampling: Sampling, max_k: int) -> Acceptance:
+    def accept(
+        target: Target, batch: TrainBatch, room: Sequence[int], sampling: Sampling, max_k: int
+    ) -> list[Acceptance]:
         rows = supervised_rows(batch, 0).flatten().nonzero().flatten()
         last_RD = model.forward(readable(model, batch.ids)).last.flatten(0, 1)[rows + 1]
         logits_RW = model.head.logits(last_RD)[:, : min(target.vocab_size, model.vocab_size)]
         output, vocab_W = HeadOutput((StepOutput(0, rows, logits_RW),)), draft_vocab(model, target.vocab_size)
         chances = acceptance(output, batch, target.head, vocab_W, sampling, greedy_drafts=greedy_drafts)
         c_BLK = F.pad(chances.c_BLK[..., 0], (0, max_k - 1), value=torch.nan).unfold(1, max_k, 1)
-        return Acceptance(c_BLK, chances.off_text)
+        return [Acceptance(c_BLK, chances.off_text)] * max_k
 
     return Simulator(accept)
 
@@ -196,7 +223,8 @@ def simulate_from_texts(
 
     draft: from a text up to its root, and the most tokens that each of several drafts may hold, to these drafts.
     """
-    return Simulation([_simulate_answer(generation, max_k, draft) for generation in generations], off_text=0)
+    tallies = [_simulate_answer(generation, max_k, draft) for generation in generations]
+    return Simulation(tallies, off_text=0, by_budget=[[] for _ in tallies])
 
 
 def _simulate_answer(

@@ -175,7 +175,7 @@ def test_every_way_to_draft_is_named_and_only_certain_ones_are_simulated(
         "medusa": True,
         "medusa bush": True,
         "medusa bush, drawn": False,
-        "medusa best_first 2x8, 5 tokens": False,
+        "medusa best_first 2x8, 5 tokens": True,
         "medusa bush, typical (lossy)": False,
     }
     dynamic = found[3]

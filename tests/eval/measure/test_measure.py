@@ -260,7 +260,9 @@ def test_planned_lengths_and_generate_take_turns_on_the_first_prompts_of_each_sl
     requests = [Request(str(i), "ab"[i % 2], (3 + i, 5), 4) for i in range(8)]
 
     def counted(target: Target, generations: Any, sampling: Sampling, max_k: int) -> Simulation:
-        return Simulation([[tally_generation(g, 1)] for g in generations], off_text=0)
+        return Simulation(
+            [[tally_generation(g, 1)] for g in generations], off_text=0, by_budget=[[] for _ in generations]
+        )
 
     pick = replace(system("again"), name="again, K = 1", num_speculative_tokens=1, simulate=counted)
     order: list[str] = []

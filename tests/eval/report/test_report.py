@@ -77,6 +77,7 @@ def invented_measures(name: str, alpha: float, slice_name: str, prompts: int) ->
         k_sweep=tuple(
             SweepPoint(k, taus[k - 1], sum(ats[:k]) / k, COSTS.speedup(name, k, taus[k - 1])) for k in range(1, 9)
         ),
+        budget_sweep={"8": tau + 0.1, "16": tau + 0.3},
         decode_tok_s=191.0 * speedup,
         decode_tok_s_spread=(188.0 * speedup, 195.0 * speedup),
         baseline_tok_s=191.0,
@@ -302,11 +303,18 @@ def test_every_number_stands_in_its_own_row() -> None:
                 alphas = " | ".join(f"{100 * a:.1f}%" for a in m.alpha_at or () if a is not None)
                 ats = " | ".join(f"{100 * a:.1f}%" for a in m.acceptance_at or () if a is not None)
                 taus = " | ".join(f"{p.tau_simulated:.2f}" for p in m.k_sweep or ())
+                sizes = " | ".join(f"{one:.2f}" for one in (m.budget_sweep or {}).values())
                 gains = " | ".join(f"{p.predicted_speedup:.2f}×" for p in m.k_sweep or ())
                 parts = " | ".join(significant(v) for v in (split.draft, split.verify, split.commit, split.other))
                 ends = f"{m.ideal_speedup:.2f}× | {m.speedup:.2f}× | 87% |"
                 counts = f"{m.prompts} | {m.tokens:,} | {m.rounds:,} | {m.tau:.3f} | {m.tau_simulated:.3f} | -0.004 ± 0.031 |"
-                for text in (f"{system} {alphas} |", f"{system} {ats} |", f"{system} {taus} |", f"{system} {counts}"):
+                for text in (
+                    f"{system} {alphas} |",
+                    f"{system} {ats} |",
+                    f"{system} {taus} |",
+                    f"{system} {sizes} |",
+                    f"{system} {counts}",
+                ):
                     assert sum(row.startswith(text) for row in rows) == 1, text
                 assert f"{system} {gains} | {best_k(m)} |" in rows
                 assert any(row.startswith(f"{system} {parts} |") and row.endswith(ends) for row in rows)

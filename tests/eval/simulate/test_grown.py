@@ -1,0 +1,53 @@
+"""Trees that follow the draft's own probabilities: simulated in one pass for every size and depth, and decoded with each."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from draftsmith.decoder.answers import tally_generation, total
+from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import DynamicTree
+from draftsmith.eval.conformance.recorded_drafts import figures
+from draftsmith.eval.conformance.spec import Spec, tiny_target
+from draftsmith.eval.drafters.system import head_system
+from draftsmith.eval.simulate import grown
+from draftsmith.heads.dflash import DFlashOptions
+
+BUDGETS = (2, 8, 40)
+DEPTH = 5
+
+
+@cache
+def spec() -> Spec:
+    options = DFlashOptions([1, 2], 48, block_size=DEPTH + 1, num_layers=1, mask_token_id=0, anchors=6)
+    return Spec("dflash", options, tiny_target(), torch.arange(0, 96, 2), num_speculative_tokens=DEPTH)
+
+
+@pytest.mark.parametrize("rule", ["best_first", "accum_logp"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
+def test_one_simulation_is_exact_for_every_size_and_depth(
+    rule: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds, accepted tokens by position and drafted nodes are those of decoding, at any temperature: no node is drawn."""
+    monkeypatch.setattr(grown, "_CHUNK_CANDIDATES", 2000)  # some chunks, the last one shorter
+    head, target = spec().deployed, spec().verifier
+    for budget, depth in [*((budget, DEPTH) for budget in BUDGETS), (8, 2)]:
+        system = head_system("", head, DEPTH, DEPTH, tree=DynamicTree(DEPTH, 4, budget, rule), budgets=BUDGETS)
+        found = decode_batch(target, system.make(depth), spec().requests, sampling, rows=7).generations
+        assert system.simulate is not None
+        simulated = system.simulate(target, found, sampling, DEPTH)
+        decoded = figures(total((tally_generation(g, depth) for g in found), depth))
+        ours = figures(total((by_k[depth - 1] for by_k in simulated.tallies), depth))
+        assert torch.allclose(ours, decoded, atol=1e-6)
+        if depth == DEPTH:
+            ours = figures(total((one[BUDGETS.index(budget)] for one in simulated.by_budget), depth))
+            assert torch.allclose(ours, decoded, atol=1e-6)
+            assert system.budgets == BUDGETS
+
+
+def test_sizes_are_those_asked_for_and_the_trees_own() -> None:
+    tree = DynamicTree(DEPTH, 4, 40, "best_first")
+    assert head_system("", spec().deployed, DEPTH, DEPTH, tree=tree).budgets == (8, 16, 32, 40)
+    assert head_system("", spec().deployed, DEPTH, DEPTH, tree=tree, budgets=[64, 9]).budgets == (9, 40, 64)

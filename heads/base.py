@@ -4,11 +4,11 @@ Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), H hidden
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import count, islice
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from draftsmith.heads.plan import Plan, flat_rows
 from draftsmith.heads.selector import Selector
 from draftsmith.target.target import Target, TargetHead
 
+Made = TypeVar("Made")
 Piece = Tensor | slice
 """Indices of rows, or a slice of them."""
 Passes = Callable[[Callable[[int, TrainBatch, "HeadOutput", Tensor], Any]], list[Any]]
@@ -42,10 +43,10 @@ class StepOutput:
 
     Attributes:
         offset: the number of the step, from 0.
-        rows: [R] int64 flat indices b*L+t, ascending.
-        inputs: [R, ...], what `project` makes the logits of, one tensor or several.
+        rows: [R] int64 flat indices b*L+t, ascending. inputs: [R, ...], what `project` makes the logits of, one tensor or several.
         project: inputs of any rows, or of none -> logits [rows, W], called once the head has returned and as often as they are asked for. It uses
-            them and parameters, and no other tensor with a gradient. base: the same for logits that are trained besides (Domino).
+            them and parameters, and no other tensor with a gradient. besides: the same for logits that are trained besides, those
+            before a correction, then those of `rounds` with the head's own guesses.
         feature: [R, H] the predicted last state of the target at position t+1+offset (EAGLE-1).
         confidence: [R] the log-odds that the drafted token is accepted, given that those before it are (DSpark).
         stops: [R] bool, True where the draft ends before this token, which it must not depend on.
@@ -61,13 +62,12 @@ class StepOutput:
     confidence: Tensor | None = None
     stops: Tensor | None = None
     selector: Selector | None = None
-    base: Callable[..., Tensor] | None = None
+    besides: Callable[..., Sequence[Tensor]] | None = None
+    rounds: int = 0
     precision: tuple[torch.dtype, bool] = (torch.float32, False)
 
     def __post_init__(self) -> None:
-        assert all(isinstance(x, Tensor) for x in self.sources), (
-            "inputs are tensors, and `project` makes logits of them"
-        )
+        assert all(isinstance(x, Tensor) for x in self.sources), "`project` makes logits of inputs"
         kind = self.rows.device.type
         if torch.is_autocast_enabled(kind):
             object.__setattr__(self, "precision", (torch.get_autocast_dtype(kind), True))
@@ -85,21 +85,23 @@ class StepOutput:
     @property
     def logits(self) -> Tensor:
         """The logits [R, W] that tokens are drafted by."""
-        return self._drafted(*self.sources)
+        return self.logits_of(slice(None))
 
     def logits_of(self, piece: Piece) -> Tensor:
         """Return those of some of the rows."""
-        return self._drafted(*(x[piece] for x in self.sources))
-
-    def _drafted(self, *inputs: Tensor) -> Tensor:
+        inputs = tuple(x[piece] for x in self.sources)
         logits = self.projected(*inputs)
         return logits if self.selector is None else self.selector.chosen(logits, *inputs)
 
-    def projected(self, *inputs: Tensor, base: bool = False) -> Tensor:
-        """Return the logits of such inputs, before any selector, in the step's precision; or those of `base`, if it has one."""
+    def projected(self, *inputs: Tensor) -> Tensor:
+        """Return the logits of such inputs, before any selector."""
+        return self.in_precision(self.project, *inputs)
+
+    def in_precision(self, make: Callable[..., Made], *inputs: Tensor) -> Made:
+        """Return what `project` or `besides` makes of such inputs, in the step's precision."""
         dtype, enabled = self.precision
         with torch.autocast(self.rows.device.type, dtype if enabled else None, enabled=enabled):
-            return (self.base or self.project)(*inputs) if base else self.project(*inputs)
+            return make(*inputs)
 
 
 @dataclass(frozen=True)
@@ -164,8 +166,7 @@ class Reads:
     layer_ids: tuple[int, ...] = ()
     """The aux layers whose hidden states it reads: id k is the residual stream that enters decoder layer k."""
     target_states: bool = True
-    """It reads hidden states of the target: those of `layer_ids`, the last one or both. False: it reads the text
-    alone."""
+    """It reads hidden states of the target: those of `layer_ids`, the last one or both. False: it reads the text alone."""
     context_length: int | None = None
     """The longest text it can read, its draft included, in tokens; None: as long as the target's context."""
 
@@ -190,8 +191,8 @@ class Trains:
     steps: int = 1
     """Steps (or heads) that the training loss sums over."""
     outputs: frozenset[str] = frozenset()
-    """Fields of the output that it fills besides logits: `feature`, `confidence` (which `calibrate` fits after training), `base`, and
-    `tuned` where training tunes the target too."""
+    """What the output has besides logits: `feature`, `confidence` (which `calibrate` fits after training), `base` and `rounds` (`besides`
+    of a step), and `tuned` where training tunes the target too."""
     blocks: bool = False
     """The steps of a row are the slots of a block, which is drafted at once: they share one projection."""
     no_muon: tuple[str, ...] = ()
@@ -357,8 +358,7 @@ class DraftHead(nn.Module, ABC):
             UserError: the head has no confidence.
         """
         raise UserError(
-            f"evaluate.drafts: confidence_threshold is {threshold}, but {self.method} heads, or this one, say no confidence: "
-            "leave it out."
+            f"evaluate.drafts: confidence_threshold is {threshold}, but {self.method} heads, or this one, say no confidence: leave it out."
         )
 
     def deployed(self, target: Target) -> "DraftHead":

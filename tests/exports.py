@@ -85,6 +85,7 @@ make_dflash = maker("dflash", **BLOCK, block_size=4)
 make_jetspec = maker("jetspec", **BLOCK, block_size=4)
 make_dflash2 = maker("dflash2", **BLOCK, block_size=4, conv_group_size=8, selector_rank=6, selector_top_k=7)
 make_domino = maker("domino", **BLOCK, block_size=4, gru_hidden_dim=6, emb_dim=5)
+make_xpress = maker("xpress", **BLOCK, block_size=4, xpress_rank=6, xpress_mlp_hidden=10)
 make_medusa = maker("medusa", drafting=False, num_heads=3)
 make_hydra = maker("hydra", drafting=False, num_heads=3)
 
@@ -108,5 +109,6 @@ PLAIN = {
     "jetspec": make_jetspec,
     "medusa": make_medusa,
     "peagle": make_peagle,
+    "xpress": make_xpress,
 }
 """A head of each method, as engines serve it."""

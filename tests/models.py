@@ -92,6 +92,7 @@ SMALL_HEADS: dict[str, dict[str, Any]] = {
     "medusa2": {"num_heads": 3, "lora_r": 4, "lora_dropout": 0.0},
     "mtp": {"qk_norm": True},
     "peagle": {"layer_ids": [2, 4, 6], "depths": 3, "num_hidden_layers": 2, "mask_token_id": 0},
+    "xpress": {**_BLOCK, "xpress_rank": 6, "xpress_mlp_hidden": 10},
 }
 """Options of a small head of three steps or more, by method; one that is not here has its own defaults."""
 

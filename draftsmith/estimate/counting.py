@@ -293,7 +293,7 @@ class _Autocast(_Mixed):
     def _half(self, x: Tensor) -> Tensor:
         if x.dtype != torch.float32:
             return x
-        if not isinstance(x, nn.Parameter):
+        if not isinstance(x, nn.Parameter) or not torch.is_grad_enabled():
             return x.to(torch.bfloat16)
         if id(x) not in self.copies:
             self.copies[id(x)] = x, x.to(torch.bfloat16)

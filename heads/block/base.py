@@ -149,8 +149,11 @@ class BlockHead(DraftHead):
         plan, context = self.planned(batch, num_steps), self._context_keys(batch)
         slots = self.slots(self.clamp_draft_length(num_steps))
         out_RSH = torch.cat([self._fill(batch, queries, context, slots) for queries in plan.queries])
-        states = [self.norm(out_RSH[at, self.first_slot + step]) for step, at in enumerate(plan.among)]
-        return HeadOutput(tuple(self.outputs(states, plan.rows, batch)))
+        return HeadOutput(tuple(self.outputs(self.slot_states(out_RSH, plan.among), plan.rows, batch)))
+
+    def slot_states(self, blocks_RSH: Tensor, among: Sequence[Tensor]) -> list[Tensor]:
+        """Blocks before the final norm [R, S, H], and which of them have a slot at each step [R_k] -> what `outputs` takes."""
+        return [self.norm(blocks_RSH[at, self.first_slot + step]) for step, at in enumerate(among)]
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Aux streams [..., A*H] -> what the layers make the context's keys and values of, [..., H]."""
@@ -254,8 +257,11 @@ class BlockDrafter(CachedDrafter):
         else:
             mask = cache.tree_mask(state.root_B.new_ones((rows, size, size), dtype=torch.bool), range(size))
         states_BSH = head.fill(head.block_tokens(state.root_B, size), cache.rotation(), cache.write, mask)
-        depth = min(self.num_speculative_tokens, state.tokens_left)
-        return self.draft(state, states_BSH[:, head.first_slot : head.first_slot + depth])
+        return self.draft_block(state, states_BSH, min(self.num_speculative_tokens, state.tokens_left))
+
+    def draft_block(self, state: DecodeState, states_BSH: Tensor, depth: int) -> Draft:
+        """Turn the states [B, S, H] of whole blocks into drafts of so many tokens."""
+        return self.draft(state, states_BSH[:, self.head.first_slot : self.head.first_slot + depth])
 
     def draft(self, state: DecodeState, states_BKH: Tensor) -> Draft:
         """Turn the states [B, K, H] of the slots that draft into a draft of K tokens."""

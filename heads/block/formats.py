@@ -94,10 +94,10 @@ def for_llama_cpp(schema: BlockSchema, *without: str) -> BlockSchema:
 
 
 def read_block_config(
-    path: Path, target: Target, *more: str, sliding: bool = False, causal: bool = False
+    path: Path, target: Target, *more: str, sliding: bool = False, causal: bool = False, from_anchor: bool = False
 ) -> dict[str, Any]:
     """Return the configuration. more: further keys that its section may have. sliding: whether layers may see a window; with one,
-    `sliding_window` is its length. causal: whether a slot sees no slot behind it. Raises UserError for a configuration of another target's sizes or of other layers."""
+    `sliding_window` is its length. causal: whether a slot sees no slot behind it. from_anchor: whether the first slot may draft. Raises UserError for a configuration of another target's sizes or of other layers."""
     config = read_config(path)
     if "speculators_model_type" in config:
         raise not_computed(path, "the format of speculators")
@@ -119,6 +119,8 @@ def read_block_config(
     known = {"mask_token_id", "target_layer_ids", "block_size", "causal", CAUSAL, "use_swa", *more}
     if unknown := sorted(section.keys() - known):
         raise not_computed(path, f"{SECTION}.{unknown[0]}")
+    if config.get("sample_from_anchor") and not from_anchor:
+        raise not_computed(path, "sample_from_anchor true, with which the first slot drafts too")
     if (path / "mask_embedding.pt").is_file():
         raise not_computed(path, "an embedding of its own for the mask")
     top = {key: config[key] for key in ("mask_token_id", "target_layer_ids", "block_size") if key in config}
@@ -168,6 +170,16 @@ BLOCK_LENGTH_VLLM = (
     "less."
 )
 MEASURE_ALONE = "train it with draftsmith train and export.layout null, and measure it with draftsmith evaluate"
+
+
+def whole_vocabulary(title: str, why: str) -> Rule:
+    """Return the rule of engines that draft among all of the target's tokens."""
+    return Rule(
+        f"a draft vocabulary of its own, for {title}",
+        why,
+        "train with the whole vocabulary (head.draft_vocab_size null)",
+        lambda files, target, head: files.config["draft_vocab_size"] != files.config["vocab_size"],
+    )
 
 
 def bare_matrix(title: str) -> Rule:

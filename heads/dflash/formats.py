@@ -18,8 +18,6 @@ def load_dflash_directory(path: Path | str, target: Target) -> DFlashHead:
     """
     path = Path(path)
     config = block.read_block_config(path, target)
-    if config.get("sample_from_anchor"):
-        raise block.not_computed(path, "sample_from_anchor true, with which the first slot drafts too")
     return block.load_block(
         path, config, target, DFlashHead, DFlashOptions(**block.block_options(path, config, target))
     )

@@ -28,8 +28,6 @@ def load_dflash2_directory(path: Path | str, target: Target) -> DFlash2Head:
     """
     path = Path(path)
     config = block.read_block_config(path, target, *_SIZES, *_SCALES, "swa_window_size", sliding=True)
-    if config.get("sample_from_anchor"):
-        raise block.not_computed(path, "sample_from_anchor true, with which the first slot drafts too")
     scales = [config.get(key) for key in _SCALES]
     if scales[0] not in (None, target.head.scale) or (scales[1] or None) not in (None, target.head.softcap):
         raise block.not_computed(path, "another scale or softcap of its logits than the target's")
@@ -83,12 +81,7 @@ DFLASH2 = block.block_schema(
     },
 )
 
-_OWN_VOCABULARY = Rule(
-    "a draft vocabulary of its own, for DFlash2",
-    "takes its candidates for tokens of the target",
-    "train with the whole vocabulary (head.draft_vocab_size null)",
-    lambda files, target, head: files.config["draft_vocab_size"] != files.config["vocab_size"],
-)
+_OWN_VOCABULARY = block.whole_vocabulary("DFlash2", "takes its candidates for tokens of the target")
 _BIAS = Rule(
     "a target whose output projection has a bias, for DFlash2",
     "takes the bare matrix for the drafts",

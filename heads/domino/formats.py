@@ -23,7 +23,7 @@ def load_domino_directory(path: Path | str, target: Target) -> DominoHead:
     Raises UserError as `load_dflash_directory` does.
     """
     path = Path(path)
-    config = block.read_block_config(path, target, "projector_type", "shift_label", *_OPTIONS)
+    config = block.read_block_config(path, target, "projector_type", "shift_label", *_OPTIONS, from_anchor=True)
     if config.get("projector_type") != "domino":
         raise block.not_computed(path, "another projector_type than domino")
     with explain_config(path, "Domino head", "fetch the head again"):
@@ -60,12 +60,7 @@ DOMINO = block.block_schema(
 )
 
 _RULES = (
-    Rule(
-        "a draft vocabulary of its own, for Domino",
-        "corrects the logits of the target's whole vocabulary",
-        "train with the whole vocabulary (head.draft_vocab_size null)",
-        lambda files, target, head: files.config["draft_vocab_size"] != files.config["vocab_size"],
-    ),
+    block.whole_vocabulary("Domino", "corrects the logits of the target's whole vocabulary"),
     Rule(
         "another head.pure_draft_prefix_len than 1",
         "corrects from the second token on",

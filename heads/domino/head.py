@@ -10,7 +10,7 @@ x_{t+1}, .., x_{t+1+k}, the block's tokens up to the one before: in training the
 the slot's logits become base + W2 silu(W1 [h; s]), but for the first `pure_draft_prefix_len` tokens, which keep the base. W2 starts at
 zero, so that the first drafts are DFlash's.
 
-Training pulls the base to the target too, at first alone, see `LossSpec.base_weight`.
+Training pulls the base to the target too, at first alone, see `LossSpec.besides`.
 """
 
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ class DominoHead(BlockHead):
         steps = []
         for k, (at, own) in enumerate(zip(rows, states, strict=True)):
             correction = self.correction(k, own, prefix[torch.searchsorted(first, at), k])
-            steps.append(StepOutput(k, at, (own, correction), self._corrected, base=self._plain))
+            steps.append(StepOutput(k, at, (own, correction), self._corrected, besides=self._plain))
         return steps
 
     def correction(self, step: int, states: Tensor, prefix: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ class DominoHead(BlockHead):
     def _corrected(self, states: Tensor, correction: Tensor) -> Tensor:
         return self.logits(states) + self.embed_proj[2](correction)
 
-    def _plain(self, states: Tensor, correction: Tensor) -> Tensor:
-        return self.logits(states)
+    def _plain(self, states: Tensor, correction: Tensor) -> list[Tensor]:
+        return [self.logits(states)]
 
 
 class DominoDrafter(BlockDrafter):

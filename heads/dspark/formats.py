@@ -18,7 +18,7 @@ from draftsmith.target.target import Target
 def load_dspark_directory(path: Path | str, target: Target) -> DSparkHead:
     """Return the head in a directory of the DSpark layout; otherwise as `load_dflash_directory`."""
     path = Path(path)
-    config = block.read_block_config(path, target)
+    config = block.read_block_config(path, target, from_anchor=True)
     if config.get("sample_from_anchor") is False or config.get("markov_head_type", "vanilla") != "vanilla":
         raise block.not_computed(
             path, "a block whose first slot drafts nothing, or another Markov head than the vanilla one"

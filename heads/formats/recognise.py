@@ -31,7 +31,7 @@ from draftsmith.storage import fingerprint, sha256_file
 from draftsmith.target.folder import read_object
 from draftsmith.target.target import Target
 
-HINT = "give a draftsmith checkpoint or the folder of an EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DFlash2, Domino, DSpark, JetSpec, Medusa or Hydra head, or of a small Llama"
+HINT = "give a draftsmith checkpoint or the folder of an EAGLE-1, EAGLE-3, P-EAGLE, DFlash, DFlash2, Domino, DSpark, JetSpec, XPress, Medusa or Hydra head, or of a small Llama"
 
 
 @dataclass(frozen=True)

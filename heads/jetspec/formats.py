@@ -22,8 +22,6 @@ def load_jetspec_directory(path: Path | str, target: Target) -> JetSpecHead:
     """
     path = Path(path)
     config = block.read_block_config(path, target, causal=True)
-    if config.get("sample_from_anchor"):
-        raise block.not_computed(path, "sample_from_anchor true, with which the first slot drafts too")
     options = JetSpecOptions(**block.block_options(path, config, target))
     return block.load_block(path, config, target, JetSpecHead, options)
 

@@ -28,7 +28,6 @@ from draftsmith.heads.losses.selector import choose
 from draftsmith.heads.losses.slots import dpace
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.plan import LossPlan, flat_rows
-from draftsmith.heads.selector import Selector
 from draftsmith.target.target import TargetHead
 
 PIECE = {"cpu": 1 << 22, "cuda": 1 << 25}
@@ -102,8 +101,7 @@ class _Piece:
         feature, confidence: those of `StepOutput`.
         block: [R] the number of the row's block among the piece's, with D-PACE.
         blocks: how many these may be.
-        selector, more: that of `StepOutput`, and the inputs that it takes.
-        base: makes the logits of the `base` of `StepOutput`.
+        source, inputs: a step of these, and the rows' `inputs`.
     """
 
     rows: Tensor
@@ -114,9 +112,8 @@ class _Piece:
     blocks: int
     feature: Tensor | None
     confidence: Tensor | None
-    selector: Selector | None
-    more: Sequence[Tensor]
-    base: Callable[[], Tensor] | None
+    source: StepOutput
+    inputs: Sequence[Tensor]
 
 
 def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[_Piece, Tensor, Tensor], Tensor]:
@@ -187,15 +184,13 @@ def head_loss(
     `step_rows`, and count as misses (docs/algorithms.md, rule 8). Everything runs in fp32, also under
     autocast.
     draft_vocab: [W] sorted target ids, None for all. progress: the part of the training that is done, which
-    `LossSpec.warmup_weight` and `LossSpec.base_part` go by. piece_size: logits that are there at a time, None for those of `PIECE`. scale: see `sum_pieces`. The teacher
+    `LossSpec.warmup_weight` and `LossSpec.besides` go by. piece_size: logits that are there at a time, None for those of `PIECE`. scale: see `sum_pieces`. The teacher
     of a target that is tuned too (output.tuned) is the original.
     """
     device, steps, plan = batch.ids.device, output.steps, _planned(output, batch, spec)
     weights, loss_of = plan.weights, _row_terms(spec, batch, output.tuned is not None)
     depth_S = (plan.depths_S * spec.warmup_weight(progress)).float()
-    terms = _RowTerms(
-        spec, loss_of, weights, depth_S, torch.arange(len(steps), device=device), spec.base_part(progress)
-    )
+    terms = _RowTerms(spec, loss_of, weights, depth_S, torch.arange(len(steps), device=device), progress)
     tuned_terms = None if output.tuned is None else partial(_tuned_terms, spec, weights)
     assert output.tuned is None or draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
     with torch.autocast(device.type, enabled=False):
@@ -222,8 +217,7 @@ class _RowTerms:
     """Makes the weighted loss and the figures of rows: (rows, [R, W] log q) -> a scalar, and by step the losses, the right guesses, the
     acceptance and the rows, then D-PACE's weights and `LossOutput.selector`, where there are such.
 
-    loss_of: see `_row_terms`. weights: see `LossPlan`. depth_S, number_S: the steps' weights and numbers. base_part: see
-    `LossSpec.base_part`.
+    loss_of: see `_row_terms`. weights: see `LossPlan`. depth_S, number_S: the steps' weights and numbers. progress: see `head_loss`.
     """
 
     spec: LossSpec
@@ -231,7 +225,7 @@ class _RowTerms:
     weights: Tensor | None
     depth_S: Tensor
     number_S: Tensor
-    base_part: float
+    progress: float
 
     def __call__(self, piece: _Piece, log_q_RW: Tensor) -> tuple[Tensor, Tensor]:
         spec, teacher = self.spec, piece.teacher
@@ -242,14 +236,19 @@ class _RowTerms:
             trained_R = kept_R * (label_R >= 0)
             slot_R = self._slots(piece, base(log_q_RW.detach(), teacher), trained_R)
         loss_R = self.loss_of(piece, log_q_RW, trained_R)
-        if piece.base is not None and self.base_part:
-            log_base_RW = torch.log_softmax(piece.base(), -1, dtype=torch.float32)
-            loss_R = torch.lerp(loss_R, self.loss_of(piece, log_base_RW, trained_R), self.base_part)
+        source = piece.source
+        if source.besides is not None:
+            own, *shares = spec.besides(self.progress, source.rounds)
+            loss_R = loss_R * own
+            others = source.in_precision(source.besides, *piece.inputs) if any(shares) else ()
+            for share, logits_RW in zip(shares, others, strict=bool(others)):
+                log_besides_RW = torch.log_softmax(logits_RW, -1, dtype=torch.float32)
+                loss_R = torch.add(loss_R, self.loss_of(piece, log_besides_RW, trained_R), alpha=share)
         loss_R = loss_R if self.weights is None else loss_R * self.weights[piece.rows]
         weighed_R, choice = loss_R * slot_R, None
-        if piece.selector is not None:
+        if source.selector is not None:
             label_R = teacher.label if spec.selector_labels == "data" else teacher.best
-            choice = choose(log_q_RW, teacher, label_R, piece.selector, piece.more)
+            choice = choose(log_q_RW, teacher, label_R, source.selector, piece.inputs[1:])
             known_R = kept_R * (label_R >= 0)
             own_R = self._chosen_weight * known_R * choice.loss_R
             own_R = own_R if self.weights is None else own_R * self.weights[piece.rows]
@@ -358,9 +357,8 @@ def _sums(
                 count,
                 None if first.feature is None else others[0],
                 None if first.confidence is None else others[-1],
-                first.selector,
-                inputs[1:],
-                None if first.base is None else partial(first.projected, *inputs, base=True),
+                first,
+                inputs,
             )
             log_q_RW = torch.log_softmax(first.projected(*inputs), -1, dtype=torch.float32)
             if first.offset >= 0 or tuned_terms is None:

@@ -1,7 +1,7 @@
 """The section `train.loss` of a recipe: which losses a head is trained with, and their weights. head_loss.py computes them."""
 
 from dataclasses import dataclass, field
-from math import pi, sin
+from math import inf, pi, sin
 from typing import TYPE_CHECKING, Literal
 
 from draftsmith.errors import UserError
@@ -73,9 +73,12 @@ class LossSpec:
     """Which token is to be chosen: teacher, the target's likeliest; data, the text's own."""
     base_weight: float | None = field(default=None, metadata=LATER | SHARE)
     """Weight, at the start of the training, of the loss of a head's logits before their correction, while that of the corrected ones has
-    the rest of 1; null: 1 for heads with such logits (Domino), 0 for others."""
-    base_share: float = field(default=0.5, metadata=LATER | within(0, 1, "a share of the training"))
-    """Share of the training over which that weight falls to 0, along a line."""
+    the rest of 1 (Domino) or 1 (XPress); null: 1 for Domino, 0.6 for XPress, 0 for heads without such logits."""
+    base_share: float | None = field(default=None, metadata=LATER | within(0, 1, "a share of the training"))
+    """Share of the training over which that weight falls to 0, along a line; null: 0.5 for Domino, it stays for XPress."""
+    rounds_weight: float | None = field(default=None, metadata=LATER | _WEIGHT)
+    """Weight of the mean loss of the rounds in which a head reads its own guesses; null: 0.3 for heads with such rounds
+    (XPress), 0 for others."""
     tuned_kind: TunedKind = field(default="kl", metadata=LATER)
     """What a target that is tuned with the head (Medusa-2) learns: kl, the original's own distribution, so that it changes as
     little as it can (self-distillation); hard_ce, the text."""
@@ -175,6 +178,8 @@ class LossSpec:
         for key in ("base_weight", "base_share"):
             needless = "base" not in trains.outputs and self.base_weight != 0
             self._refuse(key, needless, f"{heads} correct no logits: leave it out, or train domino")
+        guesses = f"{heads} read no guesses of their own: leave it out, or train xpress with head.free_rounds"
+        self._refuse("rounds_weight", "rounds" not in trains.outputs and self.rounds_weight != 0, guesses)
         why = f"{head.method} heads leave the target as it is: leave it out, or train medusa2"
         for key in ("tuned_kind", "tuned_weight", "ramp"):
             self._refuse(key, not tunes_target and getattr(self, key) != 0, why)
@@ -199,10 +204,17 @@ class LossSpec:
         """
         return 1.0 if progress >= self.ramp else sin(pi / 2 * progress / self.ramp)
 
-    def base_part(self, progress: float) -> float:
-        """Return the weight of the loss of logits before their correction, of heads that have such, at `progress` (0 to 1)."""
-        start = 1.0 if self.base_weight is None else self.base_weight
-        return 0.0 if progress >= self.base_share else start * (1 - progress / self.base_share)
+    def besides(self, progress: float, rounds: int) -> tuple[float, ...]:
+        """Return, for heads that correct logits, the weights of the loss of the corrected ones, of those before, and of each of `rounds` rounds
+        of guesses, if the head has such, at `progress` (0 to 1)."""
+        start, share = (1.0, 0.5) if rounds == 0 else (0.6, inf)
+        start = start if self.base_weight is None else self.base_weight
+        share = share if self.base_share is None else self.base_share
+        base = 0.0 if progress >= share else start * (1 - progress / share)
+        if rounds == 0:
+            return 1.0 - base, base
+        each = (0.3 if self.rounds_weight is None else self.rounds_weight) / rounds
+        return 1.0, base, *[each] * rounds
 
     def check_steps(self, steps: int) -> None:
         """Raise UserError where the weights are not those of a head that is trained on `steps` steps (or heads)."""

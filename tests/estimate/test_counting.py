@@ -38,6 +38,7 @@ from draftsmith.heads.medusa2 import Medusa2Options
 from draftsmith.heads.mtp import MtpOptions
 from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.registry import methods
+from draftsmith.heads.xpress import XPressOptions
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.shape import shape_of
 from draftsmith.target.target import Target
@@ -66,6 +67,7 @@ CASES: dict[str, tuple[str, Any]] = {
         DFlash2Options([1, 3, 5], 480, block_size=4, mask_token_id=0, num_layers=2, selector_rank=24, sliding_window=9),
     ),
     "domino": ("domino", DominoOptions([1, 3], 480, 4, 0, 2, gru_hidden_dim=72, emb_dim=24)),
+    "xpress": ("xpress", XPressOptions([1, 3], 480, 4, 0, 2, xpress_rank=24, xpress_mlp_hidden=72)),
     "dspark": ("dspark", DSparkOptions([1, 3], 400, block_size=3, mask_token_id=0, num_layers=2, markov_rank=36)),
     "draft model": (
         "draft_model",

@@ -33,11 +33,13 @@ LOSSES = {
     "dflash2": _LABELS,
     "jetspec": LossSpec(kind="kl", decay=1.0, normalize="weights"),
     "domino": _LABELS,
+    "xpress": replace(_LABELS, kind="tv", weight=0.9, also={"argmax_ce": 0.1}),
     "dspark": LossSpec(kind="tv", weight=1.8, also={"hard_ce": 0.1}, decay=exp(-1 / 4), normalize="weights"),
 }
 MORE = {
     "dflash2": {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 8},
     "domino": {"gru_hidden_dim": 8, "emb_dim": 6},
+    "xpress": {"xpress_rank": 6, "xpress_mlp_hidden": 10},
 }
 
 

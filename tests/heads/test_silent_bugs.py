@@ -2,7 +2,8 @@
 
 A window that is one block too wide is in tests/heads/dflash2/test_head.py, what reads a published head otherwise than it was trained in
 tests/heads/block/test_formats.py: a fill-in head as one that samples from its anchor, a causal one both ways; a GRU with the reset gate before the
-product in tests/heads/domino/test_head.py.
+product in tests/heads/domino/test_head.py; in tests/heads/xpress a mean over another block than the trained one, and a mixer read above its
+diagonal.
 """
 
 from dataclasses import replace

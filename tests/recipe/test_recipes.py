@@ -186,7 +186,7 @@ def test_a_head_of_the_recipe_builds_trains_and_decodes(name: str) -> None:
     if recipe.method == "eagle3":
         width = options.intermediate_size and options.intermediate_size * 64 // 2880
         options, vocab = replace(options, intermediate_size=width, draft_vocab_size=100), torch.arange(100)
-    if recipe.method in ("dflash", "dflash2", "domino", "dspark", "jetspec"):
+    if recipe.method in ("dflash", "dflash2", "domino", "dspark", "jetspec", "xpress"):
         options = replace(options, layer_ids=None, draft_vocab_size=100, mask_token_id=7)
         vocab = torch.arange(100)
     if recipe.method == "draft_model":

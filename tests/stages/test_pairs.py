@@ -65,6 +65,7 @@ TABLE = """
     peagle       jsd         chain    no    online  adamw
     peagle       lk_alpha    bush     bf16  online  adamw
     peagle       soft_ce     chain    no    store   muon
+    xpress       tv          chain    bf16  online  muon
 """
 RUNS = [dict(zip(FEATURES, line.split(), strict=True)) for line in TABLE.strip().splitlines()]
 FAMILIES = {
@@ -80,7 +81,7 @@ TREES = {
     "eagle1": "chain bush dynamic",
     "eagle3": "chain bush dynamic",
     "mtp": "chain bush dynamic",
-    **dict.fromkeys(("dflash2", "domino", "draft_model", "dspark"), "chain"),
+    **dict.fromkeys(("dflash2", "domino", "draft_model", "dspark", "xpress"), "chain"),
 }
 """What a method drafts; the others chains and bushes."""
 BUSH = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]

@@ -25,6 +25,7 @@ _CHANCE = {
     "dflash": {"anchors": 3},
     "dflash2": {"anchors": 3},
     "domino": {"anchors": 3},
+    "xpress": {"anchors": 3},
     "dspark": {"anchors": 3},
     "eagle1": {"aligned_passes": 2, "noise": 0.1},
     "hydra": {"dropout": 0.2},

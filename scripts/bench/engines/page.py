@@ -37,6 +37,7 @@ METHOD_TITLES = {
     "peagle": "P-EAGLE",
     "hydra": "Hydra",
     "medusa": "Medusa",
+    "xpress": "XPress",
 }
 SHOWN: dict[str, dict[str, Any]] = {
     "dflash": {"tokens": 3, "layer_ids": (1, 3, 5)},
@@ -48,6 +49,7 @@ SHOWN: dict[str, dict[str, Any]] = {
     "peagle": {"layer_ids": (1, 3, 5)},
     "hydra": {"tokens": 3, "heads": 3},
     "medusa": {"tokens": 3, "heads": 3},
+    "xpress": {"tokens": 3, "layer_ids": (1, 3, 5)},
 }
 """What start lines show of a head, by method: fields of `Serving`, five tokens where none are named."""
 KINDS = [

@@ -34,6 +34,7 @@ from draftsmith.heads.medusa2 import Medusa2Options
 from draftsmith.heads.mtp import MtpOptions
 from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.registry import methods
+from draftsmith.heads.xpress import XPressOptions
 from tests.exports import replace_layout
 
 pytestmark = pytest.mark.full
@@ -152,6 +153,11 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
         ),
         None,
     ),
+    "xpress": (
+        "xpress",
+        XPressOptions([1, 2], None, 4, 0, 2, 6, xpress_rank=8, xpress_mlp_hidden=12),
+        None,
+    ),
     "another package's": ("bigram", None, None),
 }
 
@@ -179,7 +185,7 @@ VARIANTS = {
     "peagle, width, window, low rank",
 }
 """Further heads of methods that another spec is of already."""
-RELATIVES = {"dflash2", "domino", "dspark", "jetspec", "medusa2", "peagle"}
+RELATIVES = {"dflash2", "domino", "dspark", "jetspec", "medusa2", "peagle", "xpress"}
 """Methods that share most of their code with dflash, medusa and eagle3."""
 
 

@@ -13,7 +13,17 @@ from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.formats.recognise import load_head, recognise
 from draftsmith.target.target import Target
-from tests.exports import LLAMA3, VOCAB, make_dflash, make_dflash2, make_domino, make_dspark, make_jetspec, make_target
+from tests.exports import (
+    LLAMA3,
+    VOCAB,
+    make_dflash,
+    make_dflash2,
+    make_domino,
+    make_dspark,
+    make_jetspec,
+    make_target,
+    make_xpress,
+)
 
 MAKE = {
     "dflash": make_dflash,
@@ -21,6 +31,7 @@ MAKE = {
     "domino": make_domino,
     "dspark": make_dspark,
     "jetspec": make_jetspec,
+    "xpress": make_xpress,
 }
 
 
@@ -86,6 +97,11 @@ def test_a_published_configuration(tmp_path: Path) -> None:
     path = exported("dspark", tmp_path / "b", target)
     edit(path, dflash_config=None, mask_token_id=3, target_layer_ids=[0, 2, 4], architectures=["DSparkDraftModel"])
     assert load_head(path, target).reads.layer_ids == (1, 3, 5)
+    path = exported("xpress", tmp_path / "d", target)
+    (path / "draftsmith.json").unlink()
+    edit(path, is_causal=None, sample_from_anchor=None, block_size=None, layer_types=["full_attention"] * 2)
+    assert recognise(path).name == "an XPress head"
+    assert load_head(path, target).options.block_size == 4
     path = exported("dflash2", tmp_path / "c", target)
     (path / "draftsmith.json").unlink()
     section = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4], "block_size": 8, "swa_window_size": 12} | SIZES
@@ -151,6 +167,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("domino", {"dflash_config": {**DOMINO, "shift_label": "yes"}}, "shift_label is true or false"),
     ("domino", {"dflash_config": {**DOMINO, "pure_draft_prefix_len": 4}}, "none of which would be corrected"),
     ("domino", {"dflash_config": {**DOMINO, "output_multiplier": 2.0}}, "dflash_config.output_multiplier"),
+    ("xpress", {"sample_from_anchor": True}, "with which the first slot drafts too"),
+    ("xpress", {"is_causal": True}, "causal or sliding attention"),
+    ("xpress", {"speculators_model_type": "xpress"}, "the format of speculators"),
+    ("xpress", {"xpress_rank": None}, "XPress head"),
+    ("xpress", {"xpress_mlp_hidden": 2.5}, "XPress head"),
+    ("xpress", {"xpress_block_size": 3}, "xpress_head.mix.L"),
     ("dspark", {"sample_from_anchor": False}, "whose first slot drafts nothing"),
     ("dspark", {"markov_head_type": "rnn"}, "another Markov head"),
     ("dspark", {"confidence_head_with_markov": False}, "a confidence that does not read the token before"),

@@ -69,7 +69,7 @@ def test_training_logits_are_those_of_single_blocks(case: str, vocab: Tensor | N
             prefix = slow_gru(weights, weights["embed_tokens.weight"][ids[row + 1 : row + 2 + k]])[-1]
             inner = torch.nn.functional.silu(weights["embed_proj.0.weight"] @ torch.cat([state, prefix]))
             delta = weights["embed_proj.2.weight"] @ inner * (k >= head.options.pure_draft_prefix_len)
-            found, plain = (step.projected(*(x[4 * i] for x in step.sources), base=base) for base in (False, True))
+            found, (plain,) = (make(*(x[4 * i] for x in step.sources)) for make in (step.project, step.besides))
             torch.testing.assert_close(found.double(), base + delta, atol=2e-4, rtol=2e-4)
             torch.testing.assert_close(plain.double(), base, atol=2e-4, rtol=2e-4)
             corrected += bool(delta.abs().max() > 0.05)
@@ -80,7 +80,7 @@ def test_a_new_head_is_a_dflash_head() -> None:
     target = make_target()
     head = DominoHead.build(DominoOptions([*LAYERS], mask_token_id=3, num_layers=1), target, None)
     for step in head(packed(target), 3).steps:
-        assert torch.equal(step.logits, step.projected(*step.sources, base=True))
+        assert torch.equal(step.logits, *step.besides(*step.sources))
 
 
 def fixture(case: str) -> tuple[dict[str, Any], dict[str, Tensor], DominoHead, TrainBatch, TargetHead]:
@@ -175,13 +175,20 @@ def test_a_reset_gate_before_the_product_would_be_seen(product_first: bool) -> N
     assert off < 1e-6 if product_first else off > 1e-5
 
 
+def without_correction(output: HeadOutput) -> HeadOutput:
+    def of(step: Any) -> Any:
+        return replace(step, project=lambda *inputs: step.besides(*inputs)[0], besides=None)
+
+    return HeadOutput(tuple(of(step) for step in output.steps))
+
+
 def test_the_base_counts_for_less_and_less() -> None:
     target = make_target()
     head, batch = make_head("domino", target, gru_hidden_dim=7, emb_dim=6), packed(target)
     head.embed_proj[2].weight.data *= 3
     with torch.no_grad():
         output = head(batch, 5)
-    plain = HeadOutput(tuple(replace(step, project=step.base, base=None) for step in output.steps))
+    plain = without_correction(output)
 
     def loss(output: HeadOutput, progress: float = 1.0, **changes: Any) -> float:
         spec = replace(LOSSES["domino"], **changes)
@@ -200,7 +207,7 @@ def test_it_learns_what_follows_a_drafted_token() -> None:
     target, head, batch = trained("domino")
     with torch.no_grad():
         output = head(batch, 3)
-    plain = HeadOutput(tuple(replace(step, project=step.base, base=None) for step in output.steps))
+    plain = without_correction(output)
     right, base = (
         head_loss(o, batch, target.head, None, LOSSES["domino"]).step_correct[1:].sum() for o in (output, plain)
     )

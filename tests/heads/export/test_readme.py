@@ -23,6 +23,7 @@ VLLM_METHODS = {
     "eagle3": "eagle3",
     "medusa_vllm": "medusa",
     "peagle": "eagle3",
+    "xpress": "dflash",
 }
 SGLANG_ALGORITHMS = {"domino": "DFLASH", "draft_model": "STANDALONE", "eagle1_sglang": "EAGLE", "eagle3": "EAGLE3"}
 TENSORRT_LLM_KEYS = {
@@ -73,7 +74,7 @@ def test_every_export_says_how_each_engine_is_started(layout, tmp_path):
     assert ("--speculative-algorithm" in options) >= (layout in SGLANG_ALGORITHMS)
     for words in found:
         if "--speculative-config" in words and layout in VLLM_METHODS:
-            tokens = 3 if layout in ("medusa_vllm", "dflash", "dspark") else 5
+            tokens = 3 if layout in ("medusa_vllm", "dflash", "dspark", "xpress") else 5
             config = json.loads(after(words, "--speculative-config"))
             assert config.pop("parallel_drafting", False) == (layout == "peagle")
             assert config == {"method": VLLM_METHODS[layout], "model": str(place), "num_speculative_tokens": tokens}

@@ -33,6 +33,7 @@ from tests.exports import (
     make_medusa,
     make_peagle,
     make_target,
+    make_xpress,
 )
 
 RULES: list[tuple[Layout, str, Rule]] = [
@@ -111,6 +112,8 @@ HEADS = {
     "a draft vocabulary of its own, for Domino": lambda t: make_domino(t, VOCAB),
     "another head.pure_draft_prefix_len than 1": lambda t: make_domino(t, pure_draft_prefix_len=2),
     "a target whose output projection has a bias, a scale or a softcap, for Domino": lambda t: make_domino(capped(t)),
+    "a draft vocabulary of its own, for XPress": lambda t: make_xpress(t, VOCAB),
+    "a target whose output projection has a bias, a scale or a softcap, for XPress": lambda t: make_xpress(capped(t)),
     "a bias of `fc`": lambda t: make_eagle1(t, fc_bias=True),
     "input embeddings of its own": foreign,
     "a target whose output projection has a bias": lambda t: make_eagle1(biased(t)),

@@ -85,11 +85,11 @@ class StepOutput:
     @property
     def logits(self) -> Tensor:
         """The logits [R, W] that tokens are drafted by."""
-        return self.logits_of(slice(None))
+        return self.logits_of()
 
-    def logits_of(self, piece: Piece) -> Tensor:
-        """Return those of some of the rows."""
-        inputs = tuple(x[piece] for x in self.sources)
+    def logits_of(self, piece: Piece | None = None) -> Tensor:
+        """Return those of some of the rows, or of all."""
+        inputs = self.sources if piece is None else tuple(x[piece] for x in self.sources)
         logits = self.projected(*inputs)
         return logits if self.selector is None else self.selector.chosen(logits, *inputs)
 

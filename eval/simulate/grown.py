@@ -90,7 +90,7 @@ def _grow(tree: DynamicTree, head: DraftHead, output: HeadOutput, at_R: Tensor, 
     nodes = []
     for step, place_R in zip(steps, places, strict=True):
         # A row that lacks the step is past its limit, where no node is taken.
-        beam = extend(beam, step, place_R, head)
+        beam = _extend(beam, step, place_R, head)
         level = beam.levels[-1]
         hit_Rc = (level.tokens_Bc == ids[at_R + 2 + step.offset][:, None]) & (level.parent_Bc == node_R[:, None])
         node_R = torch.where(hit_Rc.any(1), above + hit_Rc.int().argmax(1), -2)
@@ -99,9 +99,12 @@ def _grow(tree: DynamicTree, head: DraftHead, output: HeadOutput, at_R: Tensor, 
     return beam.ranking(), F.pad(torch.stack(nodes, 1), (0, tree.depth - len(nodes)), value=-2)
 
 
-def extend(beam: Beam, step: StepOutput, place_R: Tensor, head: DraftHead) -> Beam:
+def _extend(beam: Beam, step: StepOutput, place_R: Tensor, head: DraftHead) -> Beam:
     """Add a level of what a step says at some of its rows."""
-    return beam.extend(step.logits_of(place_R)[:, None], head.target_ids)
+    if step.selector is None:
+        return beam.extend(step.logits_of(place_R)[:, None], head.target_ids)
+    inputs = [x[place_R] for x in step.sources]
+    return step.selector.extend(beam, step.projected(*inputs), inputs[0], head.target_ids)
 
 
 def _take(tree: DynamicTree, ranking: Ranking, node_RK: Tensor) -> tuple[Tensor, Tensor]:

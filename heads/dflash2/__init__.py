@@ -40,4 +40,5 @@ METHOD = Method(
     drafter="head:DFlash2Drafter",
     formats="formats",
     layers=False,
+    trees=frozenset({"best_first"}),
 )

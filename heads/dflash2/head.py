@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
-from draftsmith.decoder.growth import chain_token_by_token
+from draftsmith.decoder.growth import chain_token_by_token, start_beam
 from draftsmith.errors import UserError
 from draftsmith.heads.base import StepOutput, shift_left
 from draftsmith.heads.block.base import BlockDrafter, BlockHead
@@ -136,7 +136,8 @@ class DFlash2Head(BlockHead):
     @property
     def selector(self) -> Selector:
         """How a slot's token is chosen."""
-        return Selector(self.options.selector_top_k, self.candidate_selector.rescore)
+        pairs = self.candidate_selector
+        return Selector(self.options.selector_top_k, pairs.rescore, pairs.queries)
 
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
         """The states [R_k, H] and rows [R_k] of each step -> logits, and what chooses among the likeliest."""
@@ -166,19 +167,24 @@ def check_sizes(options: DFlash2Options, target: Target, drafted: int) -> None:
 
 
 class DFlash2Drafter(BlockDrafter):
-    """Drafts a chain from left to right, each token chosen, or drawn, among its slot's candidates."""
+    """Drafts a chain from left to right, each token chosen, or drawn, among its slot's candidates, or a tree that grows where these are
+    likely, every node's children by its own token."""
 
     head: DFlash2Head
 
     def draft(self, state: DecodeState, states_BKH: Tensor) -> Draft:
-        """Turn the states of the slots that draft into a chain."""
-        head, logits_BKW = self.head, self.head.logits(states_BKH)
+        """Turn the states of the slots that draft into a chain or a tree."""
+        head, logits_BKW, depth = self.head, self.head.logits(states_BKH), states_BKH.shape[1]
+        if self.tree is not None:
+            beam = start_beam(self.tree, state.root_B, state.limit_B, run=False)
+            for k in range(depth):
+                beam = head.selector.extend(beam, logits_BKW[:, k], states_BKH[:, k], head.target_ids)
+            return beam.draft()
 
         def next_logits(k: int, before_B: Tensor) -> Tensor:
             query_Br = head.candidate_selector.queries(states_BKH[:, k], before_B)
             return head.selector.chosen(logits_BKW[:, k], states_BKH[:, k], query_Br)
 
-        depth = states_BKH.shape[1]
         return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=head.draft_vocab)
 
 

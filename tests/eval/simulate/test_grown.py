@@ -1,6 +1,7 @@
 """Trees that follow the draft's own probabilities: simulated in one pass for every size and depth, and decoded with each."""
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,28 +15,33 @@ from draftsmith.eval.conformance.spec import Spec, tiny_target
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate import grown
 from draftsmith.heads.dflash import DFlashOptions
+from draftsmith.heads.dflash2 import DFlash2Options
 
+pytestmark = pytest.mark.full
 BUDGETS = (2, 8, 40)
 DEPTH = 5
 
 
 @cache
-def spec() -> Spec:
-    options = DFlashOptions([1, 2], 48, block_size=DEPTH + 1, num_layers=1, mask_token_id=0, anchors=6)
-    return Spec("dflash", options, tiny_target(), torch.arange(0, 96, 2), num_speculative_tokens=DEPTH)
+def spec(method: str) -> Spec:
+    block: Any = {"block_size": DEPTH + 1, "num_layers": 1, "mask_token_id": 0, "anchors": 6}
+    pairs: Any = {"conv_group_size": 8, "selector_rank": 8, "selector_top_k": 5}
+    options = DFlashOptions([1, 2], 48, **block) if method == "dflash" else DFlash2Options([1, 2], 48, **block, **pairs)
+    return Spec(method, options, tiny_target(), torch.arange(0, 96, 2), num_speculative_tokens=DEPTH)
 
 
+@pytest.mark.parametrize("method", ["dflash", "dflash2"])
 @pytest.mark.parametrize("rule", ["best_first", "accum_logp"])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=str)
+@pytest.mark.parametrize("sampling", [Sampling(), pytest.param(Sampling(1.0), marks=pytest.mark.slow)], ids=str)
 def test_one_simulation_is_exact_for_every_size_and_depth(
-    rule: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+    method: str, rule: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounds, accepted tokens by position and drafted nodes are those of decoding, at any temperature: no node is drawn."""
     monkeypatch.setattr(grown, "_CHUNK_CANDIDATES", 2000)  # some chunks, the last one shorter
-    head, target = spec().deployed, spec().verifier
+    head, target = spec(method).deployed, spec(method).verifier
     for budget, depth in [*((budget, DEPTH) for budget in BUDGETS), (8, 2)]:
         system = head_system("", head, DEPTH, DEPTH, tree=DynamicTree(DEPTH, 4, budget, rule), budgets=BUDGETS)
-        found = decode_batch(target, system.make(depth), spec().requests, sampling, rows=7).generations
+        found = decode_batch(target, system.make(depth), spec(method).requests, sampling, rows=7).generations
         assert system.simulate is not None
         simulated = system.simulate(target, found, sampling, DEPTH)
         decoded = figures(total((tally_generation(g, depth) for g in found), depth))
@@ -49,5 +55,5 @@ def test_one_simulation_is_exact_for_every_size_and_depth(
 
 def test_sizes_are_those_asked_for_and_the_trees_own() -> None:
     tree = DynamicTree(DEPTH, 4, 40, "best_first")
-    assert head_system("", spec().deployed, DEPTH, DEPTH, tree=tree).budgets == (8, 16, 32, 40)
-    assert head_system("", spec().deployed, DEPTH, DEPTH, tree=tree, budgets=[64, 9]).budgets == (9, 40, 64)
+    assert head_system("", spec("dflash").deployed, DEPTH, DEPTH, tree=tree).budgets == (8, 16, 32, 40)
+    assert head_system("", spec("dflash").deployed, DEPTH, DEPTH, tree=tree, budgets=[64, 9]).budgets == (9, 40, 64)

@@ -1,5 +1,6 @@
 """DFlash2: a new head against DFlash, convolutions and selector by their formulas, a window, drafts of every length, and its figures."""
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch import Tensor
 
 from draftsmith.decoder.answers import tally_generation, total
 from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.draft import DecodeState, NewTokens
 from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import DynamicTree
 from draftsmith.errors import UserError
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.dflash2.head import DFlash2Drafter, DFlash2Options, GroupedConv, build
@@ -100,6 +103,52 @@ def test_a_slot_sees_what_is_less_than_its_window_behind_it() -> None:
     same = states(0)
     assert torch.equal(states(at - 3), same), "6 positions behind the slot"
     assert not torch.allclose(states(at - 2), same, atol=1e-6), "5 positions behind it"
+
+
+@torch.no_grad()
+def test_a_trees_nodes_have_the_children_of_their_own_tokens() -> None:
+    """The best of all paths of three tokens, each by the scores behind the token before; the candidates are those of the slot."""
+    head = deepcopy(trained("dflash2")[1])
+    head.candidate_selector.successor_codebook.mul_(3)  # so that what is best depends on the token before
+    states, root = (
+        torch.randn(1, 3, head.config.hidden_size, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([7]),
+    )
+    nothing = NewTokens(root[:, None], torch.zeros(1, 1, 0), torch.zeros(1, 1, 0), torch.ones(1).long())
+    asked = DecodeState(root, torch.tensor([9]), torch.tensor([3]), torch.tensor([1]), nothing, Sampling())
+    draft = DFlash2Drafter(head, 3, tree=DynamicTree(3, 3, 12, "best_first")).draft(asked, states)
+    worth, level = dict[tuple[int, ...], float](), {(): 0.0}
+    for k in range(3):
+        after = {}
+        for path, score in level.items():
+            before = torch.tensor([path[-1] if path else 7])
+            query = head.candidate_selector.queries(states[:, k], before)
+            best = head.selector.chosen(head.logits(states[:, k]), states[:, k], query).log_softmax(-1)[0].topk(3)
+            after |= {(*path, int(i)): score + float(p) for p, i in zip(best.values, best.indices, strict=True)}
+        worth |= (level := after)
+    found = [()]
+    for token, parent in zip(draft.tokens_BN[0, 1:].tolist(), draft.parents_BN[0, 1:].tolist(), strict=True):
+        found.append((*found[parent], token))
+    assert set(found[1:]) == {*sorted(worth, key=lambda path: -worth[path])[:11]}
+    seconds = {path[0]: {other[1] for other in worth if len(other) == 2 and other[0] == path[0]} for path in worth}
+    assert len({frozenset(tokens) for tokens in seconds.values()}) > 1, "siblings have other children"
+
+
+@pytest.mark.slow
+def test_sampled_answers_with_a_tree_follow_the_targets_distribution() -> None:
+    """The second tokens of many answers from one prompt, behind the likeliest first one."""
+    target, head, _ = trained("dflash2", 1.0)
+    asked = [replace(requests(1)[0], sample_id=f"s{i}", key=7919 * i + 1, max_new_tokens=3) for i in range(3000)]
+    drafter = DFlash2Drafter(head, 2, tree=DynamicTree(2, 3, 8, "best_first"))
+    found = [g.output_ids for g in decode_batch(target, drafter, asked, Sampling(1.0), rows=500).generations]
+    likely = int(torch.tensor([ids[0] for ids in found]).bincount().argmax())
+    second = torch.tensor([ids[1] for ids in found if ids[0] == likely and len(ids) > 1])
+    text = torch.tensor([[*asked[0].prompt_ids, likely]])
+    expected = len(second) * target.head.logits(target.forward(text).last[0, -1]).softmax(-1).double()
+    counts = second.bincount(minlength=len(expected)).double()
+    chi = float(((counts - expected) ** 2 / expected).sum())
+    assert len(second) > 40
+    assert chi < len(expected) + 5 * (2 * len(expected)) ** 0.5
 
 
 def test_the_selector_learns_its_label_among_the_candidates() -> None:

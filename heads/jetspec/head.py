@@ -4,7 +4,8 @@
 drafted one, as with DFlash. But no slot depends on how long the block is: a shorter draft is the beginning of a longer one, a block
 is filled in no further than the draft, and one pass tells the acceptance of all lengths.
 
-The loss of the paper is the forward KL from the target, all slots alike: `kind: kl`, `decay: 1`, `normalize: weights`.
+The loss of the paper is the forward KL from the target, all slots alike: `kind: kl`, `decay: 1`, `normalize: weights`, and
+`temperature` for its T, 1 by default.
 """
 
 from typing import ClassVar

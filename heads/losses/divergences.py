@@ -42,9 +42,13 @@ def soft_ce(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
     return -torch.linalg.vecdot(teacher.p, log_q_RW) / teacher.mass
 
 
-def kl(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """Return [R], the forward KL(p' || q): soft cross-entropy minus the entropy of p'."""
-    return soft_ce(log_q_RW, teacher) + teacher.negentropy
+def kl(log_q_RW: Tensor, teacher: Teacher, temperature: float = 1.0) -> Tensor:
+    """Return [R], the forward KL(p' || q): soft cross-entropy minus the entropy of p'. Another temperature T gives T^2 KL between both
+    distributions to the power 1/T, renormalised (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section 2)."""
+    if temperature == 1.0:
+        return soft_ce(log_q_RW, teacher) + teacher.negentropy
+    log_q_RW, log_p_RW = ((x / temperature).log_softmax(-1) for x in (log_q_RW, _log_p(teacher)))
+    return temperature**2 * torch.linalg.vecdot(log_p_RW.exp(), log_p_RW - log_q_RW)
 
 
 def top_k_ce(log_q_RW: Tensor, teacher: Teacher, count: int) -> Tensor:
@@ -143,8 +147,9 @@ LOSSES: dict[str, Loss] = {
     for loss in (
         Loss(
             kl,
-            "Σ p' log(p'/q)",
+            "T² Σ p'ᵀ log(p'ᵀ/qᵀ), p'ᵀ ∝ p'^(1/T), qᵀ ∝ q^(1/T), T = `temperature`",
             "forward KL, for which the draft covers whatever the target may say",
+            parameters=("temperature",),
         ),
         Loss(
             reverse_kl,

@@ -42,6 +42,8 @@ class LossSpec:
     (how much further it gets)."""
     dpace_alpha: float = field(default=0.5, metadata=LATER | within(0, 1, above=True))
     """D-PACE: what a slot's probability is smoothed towards 1 by; near 0 late slots learn little, at 1 weights fall along a line."""
+    temperature: float = field(default=1.0, metadata=LATER | within(0, 10, above=True))
+    """kl: what both distributions are softened by (JetSpec)."""
     beta: float = field(
         default=0.5, metadata=LATER | within(0, 1, "kl and reverse_kl are its ends", above=True, below=True)
     )

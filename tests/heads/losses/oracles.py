@@ -45,6 +45,15 @@ def divergence(a: Tensor, b: Tensor) -> Tensor:
     return (a[seen] * (a[seen] / b[seen]).log()).sum()
 
 
+def soften(p: Tensor, temperature: float) -> Tensor:
+    return p ** (1 / temperature) / (p ** (1 / temperature)).sum()
+
+
+def kl(row: Row) -> Tensor:
+    T = row.spec.temperature
+    return T * T * divergence(soften(row.p, T), soften(row.q, T))
+
+
 def jsd(row: Row) -> Tensor:
     beta, middle = row.spec.beta, row.spec.beta * row.p + (1 - row.spec.beta) * row.q
     return beta * divergence(row.p, middle) + (1 - beta) * divergence(row.q, middle)
@@ -60,7 +69,7 @@ def ce(row: Row, token: int) -> Tensor:
 
 
 ORACLES: dict[str, Callable[[Row], Tensor]] = {
-    "kl": lambda row: divergence(row.p, row.q),
+    "kl": kl,
     "reverse_kl": lambda row: divergence(row.q, row.p.clamp_min(TINY)),  # else infinite
     "jsd": jsd,
     "soft_ce": lambda row: -(row.p * row.q.log()).sum(),

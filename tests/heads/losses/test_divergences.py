@@ -26,6 +26,8 @@ pytestmark = pytest.mark.full
 
 SPECS = [LossSpec(kind=kind) for kind in LOSSES]
 SPECS += [
+    LossSpec(temperature=2.0),
+    LossSpec(temperature=0.5),
     LossSpec(kind="jsd", beta=0.1),
     LossSpec(kind="jsd", beta=0.8),
     LossSpec("lk_hybrid", lk_scale=0.7, lk_decay=1.5),
@@ -35,7 +37,7 @@ V, W, R = 9, 6, 4
 
 
 def names(spec: LossSpec) -> str:
-    return f"{spec.kind}-{spec.beta}-{spec.lk_scale}"
+    return f"{spec.kind}-{spec.temperature}-{spec.beta}-{spec.lk_scale}"
 
 
 def draft_probs(dtype: torch.dtype = torch.float64, inside: int = W) -> tuple[Tensor, Tensor, Tensor]:

@@ -53,6 +53,16 @@ _SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 2,
         },
     ),
+    # Dense, and all of each head turned by position.
+    "glm4_moe": (
+        "glm4_moe",
+        {
+            "first_k_dense_replace": 99,
+            "use_qk_norm": True,
+            "num_nextn_predict_layers": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+    ),
     # Its last layers use the keys and values of earlier ones.
     "gemma3n": (
         "gemma3n_text",

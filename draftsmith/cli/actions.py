@@ -30,6 +30,7 @@ from draftsmith.stages.chat import Chat, converse
 from draftsmith.stages.data import look_at, samples_at_hand
 from draftsmith.stages.evaluation import costs_table, served_costs_table
 from draftsmith.stages.gguf import check_conversion, export_gguf
+from draftsmith.stages.importing import import_layer
 from draftsmith.stages.pipeline import check_redo, make_stages
 from draftsmith.stages.planning import COSTS, plan_stage
 from draftsmith.stages.preflight import preflight
@@ -265,6 +266,12 @@ def compare(own: Namespace, words: list[str]) -> int:
     if own.output is not None:
         put(own.output)
     return max([judge_comparison(one) for one in comparisons]) if own.fail_if_worse else 0
+
+
+def import_native(own: Namespace, words: list[str]) -> int:
+    """Take the target's own MTP layer as a head."""
+    put(import_layer(_session("import", words, []), own.output))
+    return 0
 
 
 def inspect(own: Namespace, words: list[str]) -> int:

@@ -248,6 +248,11 @@ COMMANDS: dict[str, Command] = {
         takes_recipe=False,
         words="OLD NEW ",
     ),
+    "import": Command(
+        "take the MTP layer out of the target's own files as a head, and measure which of the target's states it reads",
+        (Option("--output", "FOLDER", "The folder of the head; import in the run directory if left out.", Path),),
+        "actions:import_native",
+    ),
     "inspect": Command("show conversations with the supervised tokens in colour", (_COUNT, REDO)),
     "recipes": Command(
         "list the recipes and launch files that come with draftsmith, or print one: recipes eagle3/tiny --output mine.yaml",

@@ -120,7 +120,6 @@ ADAPTED = Format("an adapter of a head", -1, lambda f: {"adapter", "method"} <= 
 OTHER_FORMATS = (
     Format("an MTP head", 5, lambda f: "mtp" in f.words),
     Format("a head of speculators other than EAGLE-3", 6, lambda f: "speculators_model_type" in f.config),
-    Format("an MTP head", 20, lambda f: any("eh_proj" in name for name in f.names)),
     Format("a whole language model", 29, lambda f: "norm.weight" in f.names),
 )
 """Formats of no method here, each with its own sentence."""

@@ -1,9 +1,9 @@
 """MTP: the layer for multi-token prediction that targets such as DeepSeek-V3, GLM-4.5 and Qwen3-Next come with."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from draftsmith.fields import ATTENTION_HEADS, STEPS, WIDTH, check_fields, require
+from draftsmith.fields import ATTENTION_HEADS, LATER, STEPS, WIDTH, check_fields, require
 from draftsmith.heads.registry import Method
 
 
@@ -20,6 +20,9 @@ class MtpOptions:
     of the target's states and their own later ones, as in decoding."""
     qk_norm: bool = False
     """Queries and keys are normalised per head, as in Qwen3's layers."""
+    target_state: Literal["after_norm", "before_norm"] | None = field(default=None, metadata=LATER)
+    """The states that the head reads: those of the target behind its final norm and its own normed outputs, or those before both;
+    null: after_norm, or what `draftsmith import` measured."""
     intermediate_size: int | None = field(default=None, metadata=WIDTH)
     """Width of the feed-forward layer; null: the target's."""
     num_attention_heads: int | None = field(default=None, metadata=ATTENTION_HEADS)
@@ -43,6 +46,7 @@ METHOD = Method(
     __name__,
     options=":MtpOptions",
     drafter="draftsmith.heads.eagle.drafter:EagleDrafter",
+    formats="formats",
     layers=False,
     trees=frozenset({"static", "drawn", "dynamic"}),
     launcher="eagle.py",

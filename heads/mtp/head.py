@@ -7,6 +7,9 @@ Shapes: B batch rows, L tokens, n tokens, H hidden (draft and target alike), V t
 
 Rows and steps are those of heads/eagle/base.py. Row t reads fc([enorm(embedding of x_{t+1}), hnorm(y_t)]), y_t being the target's
 post-final-norm state; the final norm of its output is what the target's projection makes logits of, and the next step's hidden state.
+
+With `target_state` before_norm, both are states before these norms. Such a state h is not asked of the target: its final norm gives
+y = w h / rms(h), and hnorm, which hides scales, makes the same of y / w.
 """
 
 from collections.abc import Sequence
@@ -18,13 +21,15 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, Reads, StepOutput, Trains, shift_left
 from draftsmith.heads.eagle.base import EagleHead
 from draftsmith.heads.layers.decoder_layer import NormedAttention, PlainLayer, Rotary
-from draftsmith.heads.layers.from_target import derive_layer_config, start_norm
+from draftsmith.heads.layers.from_target import derive_layer_config, final_norm_weight, start_norm
 from draftsmith.heads.layers.training_pass import TrainingPass
 from draftsmith.heads.mtp import MtpOptions
 from draftsmith.target.kernels import RMSNorm
+from draftsmith.target.parts import TargetParts
 from draftsmith.target.target import Target, steady_positions
 
 
@@ -33,6 +38,7 @@ class MtpHead(EagleHead):
 
     method: ClassVar[str] = "mtp"
     options_class = MtpOptions
+    target_norm: Tensor | None
 
     def __init__(
         self,
@@ -55,10 +61,13 @@ class MtpHead(EagleHead):
         self.layers = nn.ModuleList([PlainLayer(config, NormedAttention(config) if options.qk_norm else None)])
         self.norm = RMSNorm(H, eps=eps)
         self.rotary_emb = Rotary(config)
+        # w of the target's final norm, which `build` measures.
+        self.register_buffer("target_norm", torch.ones(H) if options.target_state == "before_norm" else None)
 
     def initial_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
         """The target's last states; aux streams are not read."""
-        return last.to(self.fc.weight.dtype)
+        last = last.to(self.fc.weight.dtype)
+        return last if self.target_norm is None else last / self.target_norm
 
     def layer_input(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Two of [..., H] -> the attention's input and the residual, [..., H] each."""
@@ -71,8 +80,8 @@ class MtpHead(EagleHead):
         return self.target_head.logits(self.norm(out))
 
     def feedback(self, out: Tensor) -> Tensor:
-        """The normed output [..., H] is the hidden state of the next step."""
-        return self.norm(out)
+        """The normed output [..., H] is the hidden state of the next step, or the output as it is."""
+        return self.norm(out) if self.target_norm is None else out
 
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """As `EagleHead.forward`; with `step_keys`, in training, all rows run every step, as in a text of its own."""
@@ -102,6 +111,20 @@ def build(options: MtpOptions, target: Target, draft_vocab: Tensor | None) -> Mt
     with torch.device(target.device):
         head = MtpHead(options, config, target)
     start_norm(head.norm, target)
+    return measure_norm(head, target)
+
+
+def measure_norm(head: MtpHead, target: Target) -> MtpHead:
+    """Fill in what undoes the target's final norm, for a head that reads states before it. Raises UserError where that is no norm by
+    the root mean square, or hides a number of the state."""
+    if head.target_norm is not None:
+        weight = target.final_norm if isinstance(target, TargetParts) else final_norm_weight(target)
+        if weight is None or not bool(weight.all()):
+            raise UserError(
+                f"head.target_state is 'before_norm', but the states before the final norm of {target.path} do not follow from those "
+                "behind it: leave it out."
+            )
+        head.target_norm = weight.to(target.device)
     return head
 
 

@@ -317,7 +317,6 @@ WHOLE = {"model.norm.weight": torch.ones(2), "model.layers.0.input_layernorm.wei
 STRANGERS: dict[str, tuple[dict[str, Any] | None, dict[str, Tensor], str, str]] = {
     "speculators": ({"speculators_model_type": "new"}, ONE, "model.safetensors", "of speculators other than EAGLE-3"),
     "mtp": ({"architectures": ["DeepSeekMTPModel"]}, ONE, "model.safetensors", "an MTP head"),
-    "mtp tensors": (LLAMA, {"model.layers.61.eh_proj.weight": torch.ones(2)}, "model.safetensors", "an MTP head"),
     "whole": (LLAMA, WHOLE, "model.safetensors", "a whole language model"),
     "adapter": (None, ONE, "adapter_model.safetensors", "a PEFT adapter"),
     "gguf": (None, ONE, "draft.gguf", "a GGUF file"),

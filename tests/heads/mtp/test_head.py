@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -84,38 +84,56 @@ class SlowMtp:
         config = Qwen3Config(**{key: getattr(head.config, key) for key in LAYER_KEYS})
         config._attn_implementation = "eager"
         self.head, self.target = head, target
+        self.before = head.options.target_state == "before_norm"
         self.layer, self.rotary = Qwen3DecoderLayer(config, 0), Qwen3RotaryEmbedding(config)
         self.layer.load_state_dict(head.layers[0].state_dict())
 
     def outputs(self, tokens: Tensor, hidden: Tensor, first: int = 0) -> Tensor:
-        """Entries' tokens [n] and hidden states [n, H], from position `first` on -> normed outputs [n, H], causal."""
+        """Entries' tokens [n] and hidden states [n, H], from position `first` on -> outputs [n, H], causal."""
         head, n = self.head, len(tokens)
         read = [head.enorm(self.target.embedding[tokens]), head.hnorm(hidden)]
         z_1nH = head.fc(torch.cat(read, -1))[None]
         rotation = self.rotary(z_1nH, torch.arange(first, first + n)[None])
         mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
-        return head.norm(self.layer(z_1nH, attention_mask=mask, position_embeddings=rotation)[0])
+        return self.layer(z_1nH, attention_mask=mask, position_embeddings=rotation)[0]
+
+    def states(self, ids: Tensor) -> Tensor:
+        """The target's states [n, H] of the first tokens of a document, before its final norm or behind it."""
+        seen: list[Tensor] = []
+        hook = self.target.decoder.get_submodule("norm").register_forward_hook(
+            lambda module, args, out: seen.append(args[0] if self.before else out)
+        )
+        self.target.forward(ids[None])
+        hook.remove()
+        return seen[0][0]
+
+    def fed(self, out: Tensor) -> Tensor:
+        return out if self.before else self.head.norm(out)
 
     def logits(self, ids: Tensor, row: int, step: int) -> Tensor:
         """The logits [V] of a row of a document: by the keys of step 0 up to it, and its own later ones."""
-        tokens, hidden = ids[1 : row + 2], self.target.forward(ids[None]).last[0, : row + 1]
+        tokens, hidden = ids[1 : row + 2], self.states(ids)[: row + 1]
         for _ in range(step):
-            hidden = torch.cat([hidden, self.outputs(tokens, hidden)[-1:]])
+            hidden = torch.cat([hidden, self.fed(self.outputs(tokens, hidden)[-1:])])
             tokens = ids[1 : len(tokens) + 2]
-        return self.target.head.logits(self.outputs(tokens, hidden)[-1])
+        return self.target.head.logits(self.head.norm(self.outputs(tokens, hidden)[-1]))
 
     def logits_by_step(self, ids: Tensor, row: int, step: int) -> Tensor:
         """The same by the keys that rows up to it have in the same step."""
-        hidden = self.target.forward(ids[None]).last[0, : row + 1]
+        hidden = self.states(ids)[: row + 1]
         for k in range(step + 1):
-            hidden = self.outputs(ids[1 + k : row + 2 + k], hidden, k)
-        return self.target.head.logits(hidden[-1])
+            out = self.outputs(ids[1 + k : row + 2 + k], hidden, k)
+            hidden = self.fed(out)
+        return self.target.head.logits(self.head.norm(out[-1]))
 
 
+@pytest.mark.parametrize("state", ["after_norm", "before_norm"])
 @pytest.mark.parametrize("step_keys", [False, True])
-def test_training_logits_are_those_of_the_slow_reference(step_keys: bool) -> None:
+def test_training_logits_are_those_of_the_slow_reference(
+    step_keys: bool, state: Literal["after_norm", "before_norm"]
+) -> None:
     target = make_target("qwen3", num_hidden_layers=2)
-    head = build(MtpOptions(step_keys=step_keys, qk_norm=True), target, None)
+    head = build(MtpOptions(step_keys=step_keys, qk_norm=True, target_state=state), target, None)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, parameter in head.named_parameters():

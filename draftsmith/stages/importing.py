@@ -1,0 +1,85 @@
+"""Taking the MTP layer that a target's own files hold as a head, with what it reads measured on texts of the user.
+
+Nothing in the files says whether the layer reads the target's states behind its final norm or before it, and sources disagree;
+the wrong ones give drafts that look right and are accepted less.
+"""
+
+from pathlib import Path
+
+import torch
+
+from draftsmith.data.batch import Tokenized
+from draftsmith.errors import UserError
+from draftsmith.eval.simulate.texts import target_passes
+from draftsmith.heads.base import DraftHead, drafting, shift_left
+from draftsmith.heads.checkpoint import CONFIG, WEIGHTS, check_replaceable, save_head
+from draftsmith.heads.mtp.formats import load_native
+from draftsmith.progress import say
+from draftsmith.stages.data import samples_at_hand
+from draftsmith.stages.session import Session
+from draftsmith.storage import write_json
+from draftsmith.target.target import Target
+
+IMPORTED = "import.json"
+"""What was measured, in the folder of the head."""
+_CONVERSATIONS, _ROWS = 32, 2048
+"""The most conversations, and about the most drafts, that are measured."""
+STATES = {"after_norm": "behind the target's final norm", "before_norm": "before it"}
+
+
+def import_layer(session: Session, folder: Path | None = None) -> Path:
+    """Write the target's own MTP layer as a head to a folder, by default `import` in the run directory, and return the folder.
+
+    Both states are measured on the recipe's conversations, or its answers where these are finished; the one with more first drafts
+    that are the target's choice is kept. Raises UserError for a target without such a layer, or with one that is not computed here.
+    """
+    folder, target = folder or session.recipe.run_dir / "import", session.target
+    check_replaceable(folder, (CONFIG, WEIGHTS, IMPORTED))
+    if target.directory is None:
+        raise UserError(
+            f"The target {target.path} lies in no folder whose files could hold an MTP layer: give one that does."
+        )
+    heads = {"after_norm": load_native(target.directory, target)}
+    try:
+        heads["before_norm"] = load_native(target.directory, target, "before_norm")
+    except UserError as error:
+        say(f"import: states behind the final norm alone are measured ({error})")
+    samples = _some(samples_at_hand(session, _CONVERSATIONS))
+    shares, rows = {}, 0
+    for state, head in heads.items():
+        shares[state], rows = first_drafts(head, target, samples)
+    best = max(shares, key=lambda state: shares[state])  # the first of equals, which engines read
+    measured = ", ".join(f"{share:.1%} with states {STATES[state]}" for state, share in shares.items())
+    say(f"import: first drafts are the target's choice at {measured} ({rows} positions): the head reads {best}")
+    save_head(heads[best], folder, target)
+    write_json(folder / IMPORTED, {"target": target.path, "target_state": best, "positions": rows, "agreement": shares})
+    return folder
+
+
+def _some(samples: list[Tokenized]) -> list[Tokenized]:
+    """Return the first samples that make about `_ROWS` tokens."""
+    total, kept = 0, list[Tokenized]()
+    for sample in samples:
+        if kept and total >= _ROWS:
+            break
+        kept.append(sample)
+        total += len(sample.ids)
+    return kept
+
+
+@torch.no_grad()
+def first_drafts(head: DraftHead, target: Target, samples: list[Tokenized]) -> tuple[float, int]:
+    """Return at which share of the texts' supervised positions the head's first draft is what the target finds likeliest there, and
+    how many these are. Raises UserError where there is none."""
+    same = rows = 0
+    for _, batch in target_passes(target, samples):
+        with drafting(head):
+            (step,) = head(batch, 1).steps
+        chosen = shift_left(batch.top1, 1, -1).flatten()[step.rows]
+        same += int((step.logits.argmax(-1) == chosen).sum())
+        rows += len(step.rows)
+    if not rows:
+        raise UserError(
+            "The conversations of data.sources have no answer of three tokens to measure a head on: name others."
+        )
+    return same / rows, rows

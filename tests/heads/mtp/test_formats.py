@@ -1,0 +1,125 @@
+"""MTP layers in targets' own files: read by both families' names, refused by name, and what they read is measured."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.cli.main import main
+from draftsmith.data.batch import Tokenized
+from draftsmith.errors import UserError
+from draftsmith.heads.formats.recognise import is_head_config, load_head
+from draftsmith.heads.mtp.formats import load_native
+from draftsmith.stages.importing import first_drafts
+from draftsmith.target.target import Target, load_target
+from tests.helpers import write_rows
+from tests.natives import NAMES, add_tensors, knowing_layer, native_model, save_native, set_keys
+
+IDS = torch.arange(7, 60)
+"""As many tokens as a layer 64 wide can know by heart."""
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, dict[str, Tensor]]:
+    """Layers for `native_model("qwen3")`, by the states that they read."""
+    model = native_model("qwen3")
+    return {state: knowing_layer(model, IDS, state) for state in ("after_norm", "before_norm")}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_the_layer_is_read_by_the_names_of_its_family(kind: str, tmp_path: Path) -> None:
+    model = native_model(kind)
+    layer = knowing_layer(model, IDS, "after_norm")
+    folder = save_native(tmp_path / "target", kind, layer, model)
+    if kind == "glm4_moe":  # copies of the target's own, as DeepSeek's files have them
+        prefix = f"model.layers.{model.config.num_hidden_layers}."
+        copies = {
+            "embed_tokens.weight": model.model.embed_tokens.weight,
+            "shared_head.head.weight": model.lm_head.weight,
+        }
+        add_tensors(folder, {prefix + name: value.detach().clone() for name, value in copies.items()})
+    target = load_target(str(folder))
+    head = load_native(folder, target)
+    state = head.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in layer.items())
+    assert head.options.qk_norm
+    assert head.config.rope_parameters["rope_theta"] == 10000.0
+    assert not is_head_config(folder / "config.json")
+    with pytest.raises(UserError, match="`draftsmith import` with a recipe of that target"):
+        load_head(folder, target)
+
+
+@pytest.mark.parametrize("state", ["after_norm", "before_norm"])
+def test_states_that_the_layer_was_not_made_for_give_fewer_first_drafts(
+    state: str, known: dict[str, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    folder = save_native(tmp_path / "target", "qwen3", known[state], native_model("qwen3"))
+    target = load_target(str(folder))
+    sample = Tokenized(IDS, torch.ones(len(IDS), dtype=torch.bool), "", "")
+    for read in known:
+        share, rows = first_drafts(load_native(folder, target, read).eval(), target, [sample])
+        assert rows == len(IDS) - 2
+        assert share == 1.0 if read == state else share < 0.5
+
+
+def test_import_measures_both_states_and_writes_the_better_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = native_model("qwen3")
+    talk = write_rows(tmp_path / "talk.jsonl", *[
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "no yes maybe"}]} for i in "ab"
+    ])  # fmt: skip
+    folder = save_native(tmp_path / "target", "qwen3", knowing_layer(model, IDS, "after_norm"), model)
+    words = ["--method", "mtp", "--target.path", str(folder), "--target.device", "cpu", "--data.sources", f"[{talk}]"]
+    words += ["--data.heldout", "1", "--answers.regenerate", "false", "--output_dir", str(tmp_path / "run")]
+    assert main(["import", *words]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.strip() == str(tmp_path / "run" / "import")
+    record = json.loads((tmp_path / "run" / "import" / "import.json").read_text())
+    both = record["agreement"]
+    assert list(both) == ["after_norm", "before_norm"]
+    assert record["target_state"] == max(both, key=lambda one: both[one])
+    assert record["positions"] > 10
+    line = next(one for one in captured.err.splitlines() if "import:" in one)
+    assert all(f"{share:.1%}" in line for share in both.values())
+    assert line.endswith(f"the head reads {record['target_state']}")
+    target = load_target(str(folder))
+    head = load_head(tmp_path / "run" / "import", target)
+    assert head.options.target_state == record["target_state"]
+    assert (head.target_norm is not None) == (record["target_state"] == "before_norm")
+
+
+LIES = {
+    "no tensors": ({}, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers 1, but its files hold none"),
+    "nothing": ({}, {}, "num_nextn_predict_layers None, but its files hold none"),
+    "two": (None, {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers 2, but its files hold them under"),
+    "denied": (None, {"num_nextn_predict_layers": 0}, "num_nextn_predict_layers 0, but its files hold them under"),
+    "shape": ({"fc.weight": torch.ones(64, 64)}, {}, r"fc.weight has shape \[64, 64\]"),
+    "width": ({"layers.0.mlp.up_proj.weight": torch.ones(90, 64)}, {}, r"up_proj.weight has shape \[90, 64\]"),
+    "lost": ({"hnorm.weight": None}, {}, "lacks the tensor hnorm.weight"),
+    "experts": ({"layers.0.mlp.gate.weight": torch.ones(4, 64)}, {}, "the head is a mixture of experts, which is not"),
+    "mla": ({"layers.0.self_attn.kv_b_proj.weight": torch.ones(4, 4)}, {}, r"compresses its keys and values \(MLA\)"),
+    "own ends": ({"layers.0.embed_tokens.weight": torch.ones(4, 4)}, {}, "embed_tokens.weight, which is not the target's"),
+    "integers": ({"hnorm.weight": torch.ones(64, dtype=torch.int8)}, {}, "hnorm.weight as torch.int8: give a target"),
+    "order": (None, {"mtp_hidden_states_first": True}, "reads states before embeddings"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LIES)
+def test_a_layer_that_is_not_as_the_configuration_says_is_one_sentence(
+    case: str, known: dict[str, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    changes, keys, words = LIES[case]
+    layer = known["after_norm"]
+    layer = layer if changes is None else {**layer, **changes} if changes else {}
+    tensors = {name: value for name, value in layer.items() if value is not None}
+    model = native_model("qwen3")
+    # Whose names any target's files may have.
+    folder = save_native(tmp_path / "target", "glm4_moe", tensors, model, num_nextn_predict_layers=None)
+    set_keys(folder, **keys)
+    target = Target(model, path="tiny", fingerprint="0")
+    with pytest.raises(UserError, match=words) as caught:
+        load_native(folder, target)
+    assert "\n" not in str(caught.value)

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from draftsmith.errors import UserError
-from draftsmith.fields import ATTENTION_HEADS, LAYER_IDS, LAYERS, TOKEN_ID, VOCABULARY, WIDTH, check_fields, within
+from draftsmith.fields import LAYER_IDS, LAYERS, TOKEN_ID, VOCABULARY, within
+from draftsmith.heads.layers import LayerOptions
 
 
 @dataclass(frozen=True)
-class BlockOptions:
+class BlockOptions(LayerOptions):
     """The `head:` section of a recipe. Dimensions left out are the target's."""
 
     TRAINING: ClassVar = frozenset({"anchors"})
@@ -27,17 +28,6 @@ class BlockOptions:
     anchors: int = field(default=512, metadata=within(1, 2**20))
     """Of each document so many of its tokens begin a block in a training pass, drawn anew in every epoch; all of them if it
     has fewer."""
-    intermediate_size: int | None = field(default=None, metadata=WIDTH)
-    """Width of the feed-forward layers; null: the target's."""
-    num_attention_heads: int | None = field(default=None, metadata=ATTENTION_HEADS)
-    """Query heads; null: the target's."""
-    num_key_value_heads: int | None = field(default=None, metadata=ATTENTION_HEADS)
-    """Key/value heads; null: the target's."""
-    head_dim: int | None = field(default=None, metadata=WIDTH)
-    """Size of a head; null: the target's."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "head.")
 
 
 def check_block(size: int, context: int, target: str | None) -> None:

@@ -4,11 +4,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from draftsmith.errors import UserError
-from draftsmith.fields import ATTENTION_HEADS, LATER, LAYER_IDS, LAYERS, TOKENS, VOCABULARY, WIDTH, check_fields
+from draftsmith.fields import LATER, LAYER_IDS, LAYERS, TOKENS, VOCABULARY, WIDTH
+from draftsmith.heads.layers import LayerOptions
 
 
 @dataclass(frozen=True)
-class DraftShape:
+class DraftShape(LayerOptions):
     """The common part of the `head:` section. Dimensions left out are the target's."""
 
     TRAINING: ClassVar[frozenset[str]] = frozenset({"train_lm_head", "train_embeddings"})
@@ -40,14 +41,6 @@ class DraftShape:
     sliding_window: int | None = field(default=None, kw_only=True, metadata=LATER | TOKENS)
     """How many tokens a row of the draft sees, itself the last of them, and drafts have at most; null: all so far. vLLM
     serves it."""
-    intermediate_size: int | None = field(default=None, kw_only=True, metadata=WIDTH)
-    """Width of the feed-forward layer; null: the target's."""
-    num_attention_heads: int | None = field(default=None, kw_only=True, metadata=ATTENTION_HEADS)
-    """Query heads; null: the target's."""
-    num_key_value_heads: int | None = field(default=None, kw_only=True, metadata=ATTENTION_HEADS)
-    """Key/value heads; null: the target's."""
-    head_dim: int | None = field(default=None, kw_only=True, metadata=WIDTH)
-    """Size of a head; null: the target's."""
 
     @property
     def steps(self) -> int:
@@ -55,7 +48,7 @@ class DraftShape:
         raise NotImplementedError
 
     def __post_init__(self) -> None:
-        check_fields(self, "head.")
+        super().__post_init__()
         if self.norm_before_fc and self.fc_norm:
             raise UserError("head.norm_before_fc and head.fc_norm are both true: choose one way to normalise.")
 

@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from draftsmith.errors import UserError
-from draftsmith.fields import ATTENTION_HEADS, STEPS, TOKENS, WIDTH, check_fields, within
+from draftsmith.fields import STEPS, TOKENS, within
+from draftsmith.heads.layers import LayerOptions
 from draftsmith.heads.registry import Method
 
 
 @dataclass(frozen=True)
-class Eagle1Options:
+class Eagle1Options(LayerOptions):
     """What an EAGLE-1 head is made of. It reads the target's last hidden state, so it takes no aux layers."""
 
     TRAINING: ClassVar = frozenset({"noise", "noise_length", "aligned_passes", "detach_passes"})
@@ -26,17 +27,9 @@ class Eagle1Options:
     """The projection of [embedding, hidden] has a bias, as in the first published heads; vLLM drops it in silence."""
     qkv_bias: bool = False
     """Query, key and value projections have biases, as in published heads for Qwen2."""
-    intermediate_size: int | None = field(default=None, metadata=WIDTH)
-    """Width of the feed-forward layer; null: the target's."""
-    num_attention_heads: int | None = field(default=None, metadata=ATTENTION_HEADS)
-    """Query heads; null: the target's."""
-    num_key_value_heads: int | None = field(default=None, metadata=ATTENTION_HEADS)
-    """Key/value heads; null: the target's."""
-    head_dim: int | None = field(default=None, metadata=WIDTH)
-    """Size of a head; null: the target's."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "head.")
+        super().__post_init__()
         if self.noise_length is not None and not self.noise:
             raise UserError(f"head.noise_length is {self.noise_length}, but head.noise is 0: leave it out.")
         if not self.detach_passes and self.aligned_passes == 1:

@@ -3,12 +3,13 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from draftsmith.fields import ATTENTION_HEADS, LATER, STEPS, WIDTH, check_fields, require
+from draftsmith.fields import LATER, STEPS, require
+from draftsmith.heads.layers import LayerOptions
 from draftsmith.heads.registry import Method
 
 
 @dataclass(frozen=True)
-class MtpOptions:
+class MtpOptions(LayerOptions):
     """What an MTP head is made of. It reads the target's last hidden state, so it takes no aux layers."""
 
     TRAINING: ClassVar = frozenset({"mtp_steps", "step_keys"})
@@ -23,17 +24,9 @@ class MtpOptions:
     target_state: Literal["after_norm", "before_norm"] | None = field(default=None, metadata=LATER)
     """The states that the head reads: those of the target behind its final norm and its own normed outputs, or those before both;
     null: after_norm, or what `draftsmith import` measured."""
-    intermediate_size: int | None = field(default=None, metadata=WIDTH)
-    """Width of the feed-forward layer; null: the target's."""
-    num_attention_heads: int | None = field(default=None, metadata=ATTENTION_HEADS)
-    """Query heads; null: the target's."""
-    num_key_value_heads: int | None = field(default=None, metadata=ATTENTION_HEADS)
-    """Key/value heads; null: the target's."""
-    head_dim: int | None = field(default=None, metadata=WIDTH)
-    """Size of a head; null: the target's."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "head.")
+        super().__post_init__()
         require(
             not self.step_keys or self.mtp_steps > 1,
             "head.step_keys",

@@ -40,16 +40,12 @@ METHOD_TITLES = {
     "xpress": "XPress",
 }
 SHOWN: dict[str, dict[str, Any]] = {
-    "dflash": {"tokens": 3, "layer_ids": (1, 3, 5)},
-    "dflash2": {"tokens": 3, "layer_ids": (1, 3, 5)},
-    "domino": {"tokens": 3, "layer_ids": (1, 3, 5)},
-    "dspark": {"tokens": 3, "layer_ids": (1, 3, 5)},
-    "jetspec": {"tokens": 3, "layer_ids": (1, 3, 5)},
-    "eagle3": {"layer_ids": (1, 3, 5)},
-    "peagle": {"layer_ids": (1, 3, 5)},
-    "hydra": {"tokens": 3, "heads": 3},
-    "medusa": {"tokens": 3, "heads": 3},
-    "xpress": {"tokens": 3, "layer_ids": (1, 3, 5)},
+    **{
+        name: {"tokens": 3, "layer_ids": (1, 3, 5)}
+        for name in ("dflash", "dflash2", "domino", "dspark", "jetspec", "xpress")
+    },
+    **{name: {"layer_ids": (1, 3, 5)} for name in ("eagle3", "peagle")},
+    **{name: {"tokens": 3, "heads": 3} for name in ("hydra", "medusa")},
 }
 """What start lines show of a head, by method: fields of `Serving`, five tokens where none are named."""
 KINDS = [

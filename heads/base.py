@@ -45,8 +45,8 @@ class StepOutput:
         offset: the number of the step, from 0.
         rows: [R] int64 flat indices b*L+t, ascending. inputs: [R, ...], what `project` makes the logits of, one tensor or several.
         project: inputs of any rows, or of none -> logits [rows, W], called once the head has returned and as often as they are asked for. It uses
-            them and parameters, and no other tensor with a gradient. besides: the same for logits that are trained besides, those
-            before a correction, then those of `rounds` with the head's own guesses.
+            them and parameters, and no other tensor with a gradient. besides: the same for logits that are trained besides, those before a correction,
+            then of `rounds` with the head's own guesses. rounds None: those behind a prefix, whose end is at the step in the last of `inputs`.
         feature: [R, H] the predicted last state of the target at position t+1+offset (EAGLE-1).
         confidence: [R] the log-odds that the drafted token is accepted, given that those before it are (DSpark).
         stops: [R] bool, True where the draft ends before this token, which it must not depend on.
@@ -63,7 +63,7 @@ class StepOutput:
     stops: Tensor | None = None
     selector: Selector | None = None
     besides: Callable[..., Sequence[Tensor]] | None = None
-    rounds: int = 0
+    rounds: int | None = 0
     precision: tuple[torch.dtype, bool] = (torch.float32, False)
 
     def __post_init__(self) -> None:
@@ -191,8 +191,8 @@ class Trains:
     steps: int = 1
     """Steps (or heads) that the training loss sums over."""
     outputs: frozenset[str] = frozenset()
-    """What the output has besides logits: `feature`, `confidence` (which `calibrate` fits after training), `base` and `rounds` (`besides`
-    of a step), and `tuned` where training tunes the target too."""
+    """What the output has besides logits: `feature`, `confidence` (which `calibrate` fits after training), `base`, `rounds` and `prefix`
+    (`besides` of a step), and `tuned` where training tunes the target too."""
     blocks: bool = False
     """The steps of a row are the slots of a block, which is drafted at once: they share one projection."""
     no_muon: tuple[str, ...] = ()

@@ -55,6 +55,11 @@ class Method:
         """Whether a head with these options takes the target's layers."""
         return bool(getattr(options, self.layers)) if isinstance(self.layers, str) else self.layers
 
+    def trees_of(self, options: Any) -> frozenset[str]:
+        """Return the kinds of trees that a head with these options drafts: those of `trees`, or none where its options name one (`chains_alone`) with
+        which it drafts chains alone."""
+        return frozenset() if getattr(options, "chains_alone", "") else self.trees
+
     @property
     def options_class(self) -> type:
         """The dataclass of the recipe's `head:` section."""

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 
-DRAFT, ACCEPT, EMIT, NOISE, SAMPLE, DROP = 0, 1, 2, 3, 4, 5
+DRAFT, ACCEPT, EMIT, NOISE, SAMPLE, DROP, PREFIX = 0, 1, 2, 3, 4, 5, 6
 """Streams. In decoding: draft tokens, their acceptance, and the correction or bonus token. In training: noise on hidden
-states, the sample of rows to learn from, and dropout."""
+states, the sample of rows to learn from, dropout, and how much of a block is shown."""
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 _FACTORS = (-4658895280553007687, -7723592293110705685)

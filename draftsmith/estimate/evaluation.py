@@ -52,7 +52,7 @@ class EvaluationEstimate:
     def ways(self) -> list[Way]:
         """The drafters: every head in every way to draft that it can, and the baselines."""
         spec, chain = self.spec, Way(1 + self.spec.num_speculative_tokens)
-        own = find_method(self.estimate.recipe.method).trees
+        own = find_method(self.estimate.recipe.method).trees_of(self.estimate.recipe.head)
         found: list[Way] = []
         for head in (self.estimate.recipe.method, *spec.beside):
             for draft in spec.drafts:

@@ -235,7 +235,7 @@ def ways_to_draft(
         (draft, tree)
         for draft, tree in ((draft, draft.load()) for draft in spec.drafts)
         if (not draft.heads or name in draft.heads)
-        and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees)
+        and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees_of(head.options))
         and (draft.confidence_threshold is None or "confidence" in head.trains.outputs or bool(draft.heads))
     ]
     most = head.drafts.max_speculative_tokens

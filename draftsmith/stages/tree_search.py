@@ -128,7 +128,7 @@ def _prepare(session: Session, asked: int | None, temperature: float | None) -> 
     original = session.target_in(recipe.evaluate.dtype)
     head = load_fitting(folder, original, session.warn).deployed(original).to(original.dtype)
     target = head.verifier(original)  # for a tuned one, the original's answers serve as its own
-    if "static" not in find_method(head.method).trees:
+    if "static" not in find_method(head.method).trees_of(head.options):
         raise UserError(
             f"The head in {folder} is of {head.method}, which drafts no static trees: there is none to search."
         )

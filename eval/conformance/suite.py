@@ -251,7 +251,7 @@ def check_trees(spec: Spec) -> None:
     that simulated acceptance is decoded acceptance."""
     method, requests = find_method(spec.method), spec.requests[:16]
     alone = decode_batch(spec.verifier, TargetAlone(), requests, GREEDY).generations
-    for kind in sorted(method.trees):
+    for kind in sorted(method.trees_of(spec.deployed.options)):
         depth, drawn = min(3, spec.length), kind == "drawn"
         growing = kind in ("dynamic", "best_first")
         tree = DynamicTree(depth, 2, 6, kind) if growing else StaticTree.of("small", _TREE).cut(depth)
@@ -274,7 +274,7 @@ def check_drawn_trees(spec: Spec) -> None:
     """Check that above temperature 0 the children of a drawn tree's node are drawn, in their order and without
     replacement, from the probabilities that the training pass has for the text and the node's path; and that dynamic
     trees draft there too."""
-    trees, depth = find_method(spec.method).trees, min(3, spec.length)
+    trees, depth = find_method(spec.method).trees_of(spec.deployed.options), min(3, spec.length)
     for kind in trees & {"dynamic", "best_first"}:
         dynamic = head_system("", spec.deployed, depth, depth, tree=DynamicTree(depth, 2, 6, kind), drawn=False)
         decode_batch(spec.verifier, dynamic.make(depth), spec.requests[:4], SAMPLED, rows=2)

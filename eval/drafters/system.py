@@ -273,8 +273,10 @@ def _budgets(tree: Tree | None, asked: Sequence[int]) -> tuple[int, ...]:
 
 def _check_tree(tree: Tree, drawn: bool, name: str, head: DraftHead) -> None:
     """Raise UserError for a tree that the head `name` cannot draft."""
-    if (kind := tree_kind(tree, drawn)) not in find_method(head.method).trees:
-        raise UserError(f"{head.method} heads draft no {kind} trees: remove the tree {tree.name} from evaluate.drafts.")
+    if (kind := tree_kind(tree, drawn)) not in find_method(head.method).trees_of(head.options):
+        named = getattr(head.options, "chains_alone", "")
+        heads = f"{head.method} heads with {named}" if named else f"{head.method} heads"
+        raise UserError(f"{heads} draft no {kind} trees: remove the tree {tree.name} from evaluate.drafts.")
     if tree.depth > (most := head.clamp_draft_length(tree.depth)):
         raise UserError(
             f"The tree {tree.name} is {tree.depth} deep but {name} drafts {most} tokens at most: take one of depth {most} or "

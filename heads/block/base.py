@@ -147,9 +147,21 @@ class BlockHead(DraftHead):
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_k, W] of the first `num_steps` steps (all of them, if there are fewer)."""
         plan, context = self.planned(batch, num_steps), self._context_keys(batch)
+        states = self.slot_states(self.filled(batch, plan, context, num_steps), plan.among)
+        return HeadOutput(tuple(self.outputs(states, plan.rows, batch)))
+
+    def filled(
+        self,
+        batch: TrainBatch,
+        plan: Plan,
+        context: Sequence[tuple[Tensor, Tensor]],
+        num_steps: int,
+        known: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return the blocks of the rows of step 0, before the final norm [R, S, H]. known: rows [R] -> how many of their slots hold the
+        text's tokens [R], at least 1; None: each block's first one."""
         slots = self.slots(self.clamp_draft_length(num_steps))
-        out_RSH = torch.cat([self._fill(batch, queries, context, slots) for queries in plan.queries])
-        return HeadOutput(tuple(self.outputs(self.slot_states(out_RSH, plan.among), plan.rows, batch)))
+        return torch.cat([self._fill(batch, queries, context, slots, known) for queries in plan.queries])
 
     def slot_states(self, blocks_RSH: Tensor, among: Sequence[Tensor]) -> list[Tensor]:
         """Blocks before the final norm [R, S, H], and which of them have a slot at each step [R_k] -> what `outputs` takes."""
@@ -191,10 +203,22 @@ class BlockHead(DraftHead):
         pairs = [layer.self_attn.key_value(fused_BLH) for layer in self._layers()]
         return [(rotate(k, *rotation), v) for k, v in pairs]
 
-    def _fill(self, batch: TrainBatch, plan: RowPlan, context: Sequence[tuple[Tensor, Tensor]], slots: int) -> Tensor:
-        """Return the states [R, S, H] of the blocks of the query rows, before the final norm."""
+    def _fill(
+        self,
+        batch: TrainBatch,
+        plan: RowPlan,
+        context: Sequence[tuple[Tensor, Tensor]],
+        slots: int,
+        known: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Return the states [R, S, H] of the blocks of the query rows, before the final norm. known: see `filled`."""
         S, rows = slots, plan.rows
-        x_RSH = self._embed(self.block_tokens(shift_left(batch.ids, 1, 0).flatten()[rows], S))
+        tokens_RS = self.block_tokens(shift_left(batch.ids, 1, 0).flatten()[rows], S)
+        if known is not None:
+            text_RS = torch.stack([shift_left(batch.ids, 1 + j, 0).flatten()[rows] for j in range(S)], 1)
+            shown_RS = torch.arange(S, device=rows.device) < known(rows)[:, None]
+            tokens_RS = torch.where(shown_RS, text_RS, tokens_RS)
+        x_RSH = self._embed(tokens_RS)
         position_RS = batch.position.flatten()[rows][:, None] + torch.arange(1, S + 1, device=rows.device)
         rotation = self.rotary_emb(x_RSH, position_RS)
         for layer, (k_BLGD, v_BLGD) in zip(self._layers(), context, strict=True):
@@ -235,7 +259,9 @@ class BlockHead(DraftHead):
 
 class BlockDrafter(CachedDrafter):
     """Fills in a block per round, of which at most `num_speculative_tokens` are proposed; subclasses draft from the states of its
-    slots."""
+    slots. fill: in a round, tokens of a block [B, S] -> their states behind the final norm [B, S, H]."""
+
+    fill: Callable[[Tensor], Tensor]
 
     def most_entries(self) -> int:
         """Return the size of a block."""
@@ -256,7 +282,8 @@ class BlockDrafter(CachedDrafter):
             mask = None  # a single row's block sees every slot in use
         else:
             mask = cache.tree_mask(state.root_B.new_ones((rows, size, size), dtype=torch.bool), range(size))
-        states_BSH = head.fill(head.block_tokens(state.root_B, size), cache.rotation(), cache.write, mask)
+        self.fill = partial(head.fill, rotation=cache.rotation(), update=cache.write, mask=mask)
+        states_BSH = self.fill(head.block_tokens(state.root_B, size))
         return self.draft_block(state, states_BSH, min(self.num_speculative_tokens, state.tokens_left))
 
     def draft_block(self, state: DecodeState, states_BSH: Tensor, depth: int) -> Draft:

@@ -1,13 +1,22 @@
 """DFlash heads for engines: schemas, reading, layouts, and how such heads are recognised."""
 
+import operator
 from pathlib import Path
 
 from draftsmith.heads.block import formats as block
 from draftsmith.heads.dflash.head import DFlashHead, DFlashOptions
+from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target
 from draftsmith.heads.formats.recognise import Format
+from draftsmith.heads.formats.schema import ABSENT
 from draftsmith.target.target import Target
+
+_PREFIX = "variable_prefix"
+ONE_PASS = (
+    "Engines fill in a block once, also for a head with head.variable_prefix, whose second pass they do not know: that accepts less than "
+    "the report says."
+)
 
 
 def load_dflash_directory(path: Path | str, target: Target) -> DFlashHead:
@@ -17,13 +26,24 @@ def load_dflash_directory(path: Path | str, target: Target) -> DFlashHead:
     causal or sliding attention, biases, a trained output projection or mask embedding.
     """
     path = Path(path)
-    config = block.read_block_config(path, target)
-    return block.load_block(
-        path, config, target, DFlashHead, DFlashOptions(**block.block_options(path, config, target))
-    )
+    config = block.read_block_config(path, target, _PREFIX)
+    with explain_config(path, "DFlash head", "fetch the head again"):
+        prefix = None if (first := config.get(_PREFIX)) is None else operator.index(first)
+    options = DFlashOptions(**block.block_options(path, config, target), variable_prefix=prefix)
+    return block.load_block(path, config, target, DFlashHead, options)
 
 
-DFLASH = block.block_schema("dflash", "DFlashDraftModel")
+DFLASH = block.block_schema(
+    "dflash",
+    "DFlashDraftModel",
+    keys={
+        block.SECTION: {
+            **block.SECTION_KEYS,
+            # Ours: engines do not know it.
+            _PREFIX: lambda export: export.head.options.variable_prefix or ABSENT,
+        }
+    },
+)
 
 BIASED_TARGET = Rule(
     "a target whose output projection has a bias, for DFlash",
@@ -47,7 +67,7 @@ LAYOUTS = (
             "vllm": Served(
                 engines.start_vllm("dflash"),
                 rules=(BIASED_TARGET,),
-                caveats=(block.BLOCK_LENGTH_VLLM, CPU_NORMS),
+                caveats=(block.BLOCK_LENGTH_VLLM, CPU_NORMS, ONE_PASS),
                 needs="states",
             )
         },
@@ -61,6 +81,7 @@ LAYOUTS = (
             "llama_cpp": block.served_by_llama_cpp(
                 "dflash",
                 "DFlash",
+                caveats=(ONE_PASS,),
                 rules=(
                     Rule(
                         "a draft vocabulary of its own",

@@ -237,7 +237,7 @@ class _RowTerms:
             slot_R = self._slots(piece, base(log_q_RW.detach(), teacher), trained_R)
         loss_R = self.loss_of(piece, log_q_RW, trained_R)
         source = piece.source
-        if source.besides is not None:
+        if source.besides is not None and source.rounds is not None:
             own, *shares = spec.besides(self.progress, source.rounds)
             loss_R = loss_R * own
             others = source.in_precision(source.besides, *piece.inputs) if any(shares) else ()
@@ -246,6 +246,8 @@ class _RowTerms:
                 loss_R = torch.add(loss_R, self.loss_of(piece, log_besides_RW, trained_R), alpha=share)
         loss_R = loss_R if self.weights is None else loss_R * self.weights[piece.rows]
         weighed_R, choice = loss_R * slot_R, None
+        if source.rounds is None:
+            weighed_R = weighed_R + self._restarted(piece, trained_R)
         if source.selector is not None:
             label_R = teacher.label if spec.selector_labels == "data" else teacher.best
             choice = choose(log_q_RW, teacher, label_R, source.selector, piece.inputs[1:])
@@ -264,6 +266,15 @@ class _RowTerms:
                 figures = [loss_R, *drafted, correct_R, choice.recalled_R]
             step_RS = piece.step[:, None] == self.number_S  # where one_hot would wait for the device
         return weighed_R.sum(), torch.stack(figures).double() @ step_RS.double()
+
+    def _restarted(self, piece: _Piece, trained_R: Tensor) -> Tensor:
+        """Return [R], the weighted losses behind a shown prefix, from whose end the steps' weights begin."""
+        source, behind_R = piece.source, piece.step - piece.inputs[-1]
+        assert source.besides is not None
+        (logits_RW,) = source.in_precision(source.besides, *piece.inputs)
+        loss_R = self.loss_of(piece, torch.log_softmax(logits_RW, -1, dtype=torch.float32), trained_R * (behind_R >= 0))
+        loss_R = loss_R if self.weights is None else loss_R * self.weights[piece.rows]
+        return loss_R * self.depth_S[behind_R.clamp_min(0)]
 
     @property
     def _chosen_weight(self) -> float:

@@ -180,6 +180,9 @@ class LossSpec:
         for key in ("base_weight", "base_share"):
             needless = "base" not in trains.outputs and self.base_weight != 0
             self._refuse(key, needless, f"{heads} correct no logits: leave it out, or train domino")
+        twice = "prefix" in trains.outputs and self.dpace
+        why = "train.loss.slot_weights: decay weighs anew what is behind a shown prefix, so set that, or leave head.variable_prefix out"
+        self._refuse("slot_weights", twice, why)
         guesses = f"{heads} read no guesses of their own: leave it out, or train xpress with head.free_rounds"
         self._refuse("rounds_weight", "rounds" not in trains.outputs and self.rounds_weight != 0, guesses)
         why = f"{head.method} heads leave the target as it is: leave it out, or train medusa2"

@@ -72,13 +72,13 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
-def slow_block(head: BlockHead, aux_tF: Tensor, root: int, position: int) -> Tensor:
-    """States [S, H] behind the final norm of one block: aux_tF are the streams of the tokens before the root."""
+def slow_block(head: BlockHead, aux_tF: Tensor, known: list[int], position: int) -> Tensor:
+    """States [S, H] behind the final norm of one block that begins with known tokens: aux_tF are the streams of those before."""
     config, eps, S = head.config, head.config.rms_norm_eps, head.options.block_size
     weights = {name: value.double() for name, value in head.state_dict().items()}
     N, G, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     fused = norm(aux_tF.double() @ weights["fc.weight"].T, weights["hidden_norm.weight"], eps)
-    x = weights["embed_tokens.weight"][torch.tensor([root] + [MASK] * (S - 1))]
+    x = weights["embed_tokens.weight"][torch.tensor([*known, *[MASK] * (S - len(known))])]
     places = torch.cat([torch.arange(len(aux_tF)), position + torch.arange(S)])
     angle = places[:, None] * (config.rope_parameters["rope_theta"] ** (-torch.arange(0, D, 2).double() / D))
     cos, sin = (torch.cat([f(angle)] * 2, -1)[:, None] for f in (torch.cos, torch.sin))
@@ -102,12 +102,12 @@ def slow_block(head: BlockHead, aux_tF: Tensor, root: int, position: int) -> Ten
     return norm(x, weights["norm.weight"], eps)
 
 
-def slow_states(head: BlockHead, batch: TrainBatch, row: int) -> Tensor:
-    """The same for flat row number `row` of a batch."""
+def slow_states(head: BlockHead, batch: TrainBatch, row: int, known: int = 1) -> Tensor:
+    """The same for flat row number `row` of a batch, with so many of the text's tokens."""
     b, t = divmod(row, batch.ids.shape[1])
     begin = t - int(batch.position[b, t])
     assert int(batch.document[b, begin]) == int(batch.document[b, t])
-    return slow_block(head, batch.aux[b, begin : t + 1], int(batch.ids[b, t + 1]), t + 1 - begin)
+    return slow_block(head, batch.aux[b, begin : t + 1], batch.ids[b, t + 1 : t + 1 + known].tolist(), t + 1 - begin)
 
 
 def requests(count: int, new_tokens: int = 24) -> list[Request]:
@@ -118,7 +118,9 @@ def requests(count: int, new_tokens: int = 24) -> list[Request]:
 
 @cache
 @torch.enable_grad()
-def trained(method: str, temperature: float = 0.0, vocab: bool = False) -> tuple[Target, Any, TrainBatch]:
+def trained(
+    method: str, temperature: float = 0.0, vocab: bool = False, **options: Any
+) -> tuple[Target, Any, TrainBatch]:
     """A head fitted to some of the target's answers, so that drafts are accepted at every depth, and the answers."""
     target = make_target(num_hidden_layers=2, initializer_range=0.06 if temperature else 0.15)
     answers = decode_batch(target, TargetAlone(), requests(8 if temperature == 0 else 16), Sampling(temperature))
@@ -126,7 +128,7 @@ def trained(method: str, temperature: float = 0.0, vocab: bool = False) -> tuple
     features = compute_features(target, samples, (0, 1), target.dtype)
     seeds = [[row_key(0, sample.sample_id)] for sample in samples]
     batch = collate([[f] for f in features], max(len(f.ids) for f in features), seeds=seeds)
-    more = MORE.get(method, {})
+    more = MORE.get(method, {}) | options
     head = make_head(method, target, torch.arange(0, 160, 2) if vocab else None, layer_ids=[0, 1], block_size=4, **more)
     optimizer = torch.optim.Adam([p for p in head.train().parameters() if p.requires_grad], lr=1e-2)
     for _ in range(40 if temperature == 0 else 16):

@@ -70,6 +70,11 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
         ),
         None,
     ),
+    "dflash, variable prefix": (
+        "dflash",
+        DFlashOptions([1, 2], None, 5, 0, 2, 6, variable_prefix=1),
+        None,
+    ),
     "dflash2, window": (
         "dflash2",
         DFlash2Options(
@@ -170,6 +175,7 @@ def spec(name: str, **changes: Any) -> Spec:
 
 VARIANTS = {
     "dflash, draft vocabulary",
+    "dflash, variable prefix",
     "dflash2, window",
     "domino, tokens in place",
     "dspark, not confident",

@@ -133,6 +133,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"dflash_config": {"mask_token_id": 160, "target_layer_ids": [0, 2, 4]}}, "says mask_token_id 160"),
     ("dflash", {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2, 9]}}, "10 is out of range"),
     ("dflash", {"hidden_size": 65}, "but the target models/tiny has 64"),
+    ("dflash", {"dflash_config": {**MASKS, "variable_prefix": 3}}, "head.variable_prefix is 3"),
+    ("dflash", {"dflash_config": {**MASKS, "variable_prefix": "2"}}, "DFlash head"),
     ("dflash2", {"is_causal": True}, "causal or sliding attention"),
     ("dflash2", {**SLIDING, "is_causal": None}, "causal or sliding attention"),
     ("dflash2", {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}, "causal or sliding attention"),

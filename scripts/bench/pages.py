@@ -1,7 +1,7 @@
 """Renew what docs/ and README.md say of the code and of committed results: python -m scripts.bench.pages
 
 That is the reference of docs/api.md (from docstrings), the table of losses in docs/train-a-head.md (from LOSSES), and the tables of
-results. With --results, committed results are first given the fields that `Measures` has since, as null.
+results and of trees. With --results, committed results are first given the fields that `Measures` has since, as null.
 """
 
 import inspect
@@ -36,6 +36,7 @@ def rendered(page: str) -> str:
     """Return a page with its reference and its tables as code and results have them."""
     page = _block("reference").sub(lambda found: found[1] + reference() + found[3], page)
     page = _block("table: losses").sub(lambda found: found[1] + losses() + found[3], page)
+    page = _block("table: trees").sub(lambda found: found[1] + trees() + found[3], page)
     return _block("results( overall)?: (.+?)").sub(
         lambda found: f"{found[1]}\n{results(found[3].split(), overall_only=bool(found[2]))}\n{found[5]}", page
     )
@@ -73,6 +74,23 @@ def losses() -> str:
         for loss in LOSSES.values()
     ]
     return markdown_table(("kind", "formula", "what it does", "its numbers"), rows)
+
+
+def trees() -> str:
+    """Return what rules of trees get accepted by size, and how much more than others the first one does, of scripts/bench/trees.py."""
+    facts = json.loads((ROOT / "docs" / "results" / "trees.json").read_text(encoding="utf-8"))
+    sizes, rows = [], list[list[str]]()
+    for temperature, found in facts["temperatures"].items():
+        for rule, by_size in found["rules"].items():
+            sizes = [*by_size]
+            rows.append([temperature, f"`{rule}`", *(f"{one['tau']:.3f}" for one in by_size.values())])
+        first = next(iter(found["rules"]))
+        for rule, by_size in found["differences"].items():
+            cells = [(one["difference"], *one["interval"]) for one in by_size.values()]
+            rows.append(
+                [temperature, f"`{first}` - `{rule}`", *("{:+.3f} ({:+.3f} to {:+.3f})".format(*c) for c in cells)]
+            )
+    return markdown_table(("temperature", "rule", *sizes), rows)
 
 
 def results(files: Sequence[str], *, overall_only: bool) -> str:

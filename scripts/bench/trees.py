@@ -1,0 +1,120 @@
+"""Compare the rules of trees that grow, at every size:
+python -m scripts.bench.trees --target T --conversations FOLDER --prompts FILE --output docs/results/trees.json
+
+Trains a JetSpec head on the conversations' own answers for some minutes (or takes the one that --folder has already), lets the target
+alone answer the prompts, and simulates each rule on these, from one pass for all sizes. Intervals are over prompts, those of
+differences over the same prompts.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftsmith.cli.main import main as draftsmith_main
+from draftsmith.decoder.answers import Tally
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.trees import DynamicTree
+from draftsmith.eval.results.metrics import bootstrap_tau
+from draftsmith.eval.simulate.answers import answer_alone
+from draftsmith.eval.simulate.texts import head_simulator, simulate_together
+from draftsmith.foreign.records import Journal
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.machine import environment_json
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.stages.evaluation import prompts_of
+from draftsmith.stages.session import Session
+from draftsmith.storage import write_json
+
+BUDGETS = (8, 16, 32, 64, 128, 256)
+OURS, OTHERS = "best_first", ("accum_logp", "dynamic")
+DEPTH = BRANCHING = 7
+TRAINING = {
+    "data.limit": 800,
+    "data.heldout": 40,
+    "answers.regenerate": "false",
+    "head.layer_ids": [2, 4, 6],
+    "head.anchors": 24,
+    "head.mask_token_id": "null",
+    "train.epochs": 8,
+    "train.evaluations": 1,
+    "evaluate.per_slice": "null",
+}
+
+
+def recipe_words(target: str, conversations: Path, prompts: Path, folder: Path) -> list[str]:
+    """Return the words of the training: the tiny recipe of JetSpec, for another target."""
+    sources = json.dumps([str(path) for path in sorted(conversations.glob("*.jsonl"))])
+    paths = {"name": "trees", "output_dir": folder / "run", "data_dir": folder / "data", "target.path": target}
+    files = {"data.sources": sources, "evaluate.prompts": json.dumps([str(prompts)])}
+    words = (word for key, value in (paths | files | TRAINING).items() for word in (f"--{key}", str(value)))
+    return ["--recipe", "recipes/jetspec/tiny.yaml", *words]
+
+
+def told(tallies: Sequence[Tally]) -> dict[str, Any]:
+    """Return tau and its interval over prompts."""
+    pairs = [(tally.tokens, tally.rounds) for tally in tallies]
+    return {"tau": sum(n for n, _ in pairs) / sum(r for _, r in pairs), "interval": bootstrap_tau(pairs)}
+
+
+def compared(ours: Sequence[Tally], theirs: Sequence[Tally]) -> dict[str, Any]:
+    """Return the difference of tau and its interval, both on the same prompts."""
+    after, before = ([(tally.tokens, tally.rounds) for tally in side] for side in (ours, theirs))
+    return {"difference": told(ours)["tau"] - told(theirs)["tau"], "interval": bootstrap_tau(after, before)}
+
+
+def measure(session: Session, temperature: float) -> dict[str, Any]:
+    """Return what every rule gets accepted at one temperature, by size."""
+    target, sampling = session.target, Sampling(temperature)
+    head = load_head(session.head_folder, target, warn=session.warn).to(target.dtype)
+    answers = answer_alone(target, prompts_of(session, target).repeat(0), sampling, Journal())
+    rules = (OURS, *OTHERS)
+    trees = [DynamicTree(DEPTH, BRANCHING, max(BUDGETS), rule) for rule in rules]
+    simulators = [head_simulator(head), *(head_simulator(head, tree=tree, budgets=BUDGETS) for tree in trees)]
+    chain, *grown = simulate_together(target, answers, sampling, [(one, DEPTH) for one in simulators])
+    by_rule = {rule: [*zip(*one.by_budget, strict=True)] for rule, one in zip(rules, grown, strict=True)}
+    return {
+        "answers": len(answers),
+        "tokens": sum(len(answer.output_ids) - 1 for answer in answers),
+        "chain": told([by_k[-1] for by_k in chain.tallies]),
+        "rules": {
+            rule: {str(n): told(tallies) for n, tallies in zip(BUDGETS, of, strict=True)}
+            for rule, of in by_rule.items()
+        },
+        "differences": {
+            rule: {str(n): compared(a, b) for n, a, b in zip(BUDGETS, by_rule[OURS], by_rule[rule], strict=True)}
+            for rule in OTHERS
+        },
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Run the bench; return 0, or what the training returned."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.trees", description=__doc__)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--conversations", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, default=Path("runs/trees"))
+    parser.add_argument("--output", type=Path)
+    own = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    words = recipe_words(own.target, own.conversations, own.prompts, own.folder)
+    if failed := draftsmith_main(["train", *words]):
+        return failed
+    session = Session(parse_recipe(words))
+    facts: dict[str, Any] = {"command": f"python -m scripts.bench.trees {shlex.join(argv)}", **environment_json()}
+    facts |= {"depth": DEPTH, "branching": BRANCHING, "training": {key: str(value) for key, value in TRAINING.items()}}
+    facts["temperatures"] = {f"{temperature:g}": measure(session, temperature) for temperature in (0.0, 1.0)}
+    if own.output:
+        write_json(own.output, facts)
+    print(json.dumps(facts, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -5,25 +5,20 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from draftsmith.decoder.answers import Tally
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import AgreementRow, Counts
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from scripts.bench.engines import check as engine_check
-from scripts.bench.engines import compare as engine_compare
 from scripts.bench.engines import page as engine_page
 from scripts.bench.engines import served as engine_served
-from scripts.bench.engines.compare import OurSide, greedy_row
 from scripts.bench.engines.served import PLANS, Candidate, HeadPlan, ServedTarget, slug
 from tests.exports import make_medusa, make_target
 
@@ -144,43 +139,6 @@ def test_results_are_written_after_every_head_and_name_no_folders(
     monkeypatch.setattr(engine_check, "check_in_vllm", lambda *a: [replace(GREEDY, differences=("p: rounds",))])
     assert engine_check.main() == 1
     assert "DIFFERS: p: rounds" in capsys.readouterr().out
-
-
-def test_both_engines_are_asked_at_once_and_the_target_by_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    target = make_target(num_hidden_layers=2)
-    head = make_medusa(target)
-    served = ServedTarget("tiny", target, Path("models/tiny"), [], [Candidate("only", (), head)])
-    together, busy, runs = threading.Barrier(2, timeout=60), [0], []
-    monkeypatch.setattr(engine_compare, "compare_answers", lambda *arguments: [])
-    monkeypatch.setattr(engine_compare, "logit_gaps", lambda *arguments: [])
-
-    def simulate(side, *arguments, **options):
-        busy[0] += 1
-        time.sleep(0.2)
-        runs.append(busy[0])
-        busy[0] -= 1
-        return [Tally.empty(side.K)]
-
-    def run(engine):
-        def check(side, folder, options):
-            together.wait()  # neither goes on before the other is here
-            greedy_row(side, side.greedy, side.greedy)
-            return [replace(GREEDY, engine=engine)]
-
-        return check
-
-    monkeypatch.setattr(OurSide, "simulate", simulate)
-    monkeypatch.setattr(engine_check, "check_in_vllm", run("vllm"))
-    monkeypatch.setattr(engine_check, "check_in_llama_cpp", run("llama.cpp"))
-    monkeypatch.setattr(engine_check, "prepare_target", lambda *arguments: served)
-    places = ["--work", str(tmp_path), "--vllm", "v", "--llama-cpp", "l", "--output", str(tmp_path / "out")]
-    assert engine_check.main(places) == 0
-    assert runs == [1, 1]
-    for engine in ("vllm", "llama.cpp"):
-        rows = json.loads((tmp_path / "out" / f"{engine}-tiny.json").read_text())["rows"]
-        assert [row["engine"] for row in rows] == [engine]
 
 
 def test_heads_are_trained_apart_and_a_failure_names_its_log(

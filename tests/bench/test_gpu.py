@@ -11,7 +11,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from scripts.bench.gpu import check as gpu_check
-from scripts.bench.gpu.check import GpuCheck, Step, install_wheels, main, read_stages, read_tests, run_step
+from scripts.bench.gpu.check import GpuCheck, Step, install_wheels, main, read_tests, run_step
 
 pytestmark = pytest.mark.slow
 
@@ -140,12 +140,6 @@ def test_a_machine_without_a_gpu_is_one_sentence(tmp_path, capsys, monkeypatch):
     assert "torch sees no GPU here" in capsys.readouterr().err
 
 
-def test_stages_are_counted(tmp_path):
-    run_json = tmp_path / "run.json"
-    run_json.write_text(json.dumps({"answers": {"state": "done", "facts": {"output_tokens": 90, "seconds": 3.0}}}))
-    assert read_stages(run_json)["answers"]["tokens_per_second"] == 30.0
-
-
 def test_tests_that_are_cut_off_keep_what_they_found(tmp_path):
     (tmp_path / "test_few.py").write_text(
         "import os, pytest, signal, time\n"
@@ -169,16 +163,6 @@ def test_tests_that_are_cut_off_keep_what_they_found(tmp_path):
     assert read_tests(log) == {"passed": 1, "failed": 3, "skipped": 1, "failures": failures}
     log.write_text("===== machine: python\n")
     assert read_tests(log) is None
-
-
-def test_measures_of_every_result_are_in_the_one_file(tmp_path):
-    check = make_check(tmp_path)
-    result = {"settings": {"temperature": 0.0}, "costs": None, "drafters": {"eagle3": {"overall": {"tau": 2.0}}}}
-    folder = tmp_path / "eagle3" / "evaluation" / "t0"
-    folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps(result | {"recipe": {}, "examples": []}))
-    check._write()
-    assert json.loads((tmp_path / "out" / "gpu_check.json").read_text())["results"] == {"eagle3-t0": result}
 
 
 def test_the_whole_check_runs_on_a_cpu(tmp_path):

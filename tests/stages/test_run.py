@@ -430,15 +430,6 @@ def test_training_is_launched_in_processes_of_their_own(
     assert f"train: reusing {run}" not in said
 
 
-def test_no_decode_simulates_only(workplace: Path, finished: Path, tmp_path: Path) -> None:
-    head = str(finished / "train" / "best")
-    assert main(["evaluate", *options(workplace, tmp_path / "sim"), "--no-decode", "--head", head]) == 0
-    measures = read_result(tmp_path / "sim" / "simulation" / "t0" / "result.json").drafters["eagle3"].overall
-    decoded = read_result(finished / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall
-    assert measures.decode_tok_s is None
-    assert measures.tau_simulated == pytest.approx(decoded.tau, abs=1e-9)
-
-
 def test_online_features_train_the_same_head(workplace: Path, finished: Path) -> None:
     """The target in memory and the store on disk are one source to training."""
     run = workplace / "online"

@@ -1,7 +1,7 @@
 """DFlash2: a new head against DFlash, convolutions and selector by their formulas, a window, drafts of every length, and its figures."""
 
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree
 from draftsmith.errors import UserError
 from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.heads.block import BlockOptions
 from draftsmith.heads.dflash2.head import DFlash2Drafter, DFlash2Options, GroupedConv, build
 from draftsmith.heads.losses.divergences import Teacher
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
@@ -32,7 +33,8 @@ def test_a_new_head_is_a_dflash_head() -> None:
     """Bit by bit: the drafts' logits at its candidates, and the gradients that both have."""
     target = make_target()
     plain, batch = make_head("dflash", target), packed(target)
-    head = build(replace(DFlash2Options(**vars(plain.options)), **SMALL), target, None)
+    same = {field.name: getattr(plain.options, field.name) for field in fields(BlockOptions)}
+    head = build(DFlash2Options(**same, **SMALL), target, None)
     assert not head.load_state_dict(plain.state_dict(), strict=False).unexpected_keys
     spec = replace(LOSSES["dflash"], selector_weight=0.0)
     ours, theirs = head.eval()(batch, 4), plain(batch, 4)

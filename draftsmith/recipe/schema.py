@@ -126,7 +126,7 @@ class TrainSpec:
     warm_start: str | None = None
     """Folder of a head, or of a run, to start from: a checkpoint, an export or a published head of the same method (Medusa-2
     also takes Medusa's); null starts from scratch. What `head` leaves null is that of that head, the rest must be."""
-    resize: bool = False
+    resize: bool = field(default=False, metadata=LATER)
     """That head may have another `draft_vocab_size`, `block_size` or `num_heads` than `head` names: what it lacks starts as in a new
     one."""
     lora_rank: int | None = field(default=None, metadata=LATER | within(1, 4096))

@@ -328,6 +328,20 @@ def test_what_cannot_be_simulated_is_decoded_and_null() -> None:
     assert (info.tree, info.nodes, info.lossy) == ("dynamic 2x3, 8 tokens", 7, False)
 
 
+def test_taus_by_the_size_of_a_tree_are_sums_over_tokens_and_rounds() -> None:
+    """Of the answers of each slice; the sizes are the drafter's."""
+    one, other = answer("a", "chat", [2, 1, 0]), answer("b", "code", [0, 0])
+    smaller = {"a": tally_generation(answer("a", "chat", [1, 1, 0, 0]), 2), "b": tally_generation(other, 2)}
+    texts = [
+        replace(t, by_budget=[smaller[t.generation.request.sample_id], t.simulated[1]])
+        for t in (text(one), text(other))
+    ]
+    found = summarized(texts, budgets=(4, 8))
+    assert found.overall.budget_sweep == {"4": pytest.approx(8 / 6), "8": pytest.approx(8 / 5)}
+    assert found.slices["code"].budget_sweep == {"4": 1.0, "8": 1.0}
+    assert summarized(texts).overall.budget_sweep is None
+
+
 def test_where_drafts_vary_no_speedup_is_predicted_from_their_length() -> None:
     """Prompt lookup often drafts nothing: a round does not cost what K says."""
     one = answer("a", "chat", [2, 1])

@@ -41,7 +41,7 @@ TRAINING = {
     "head.layer_ids": [2, 4, 6],
     "head.anchors": 24,
     "head.mask_token_id": "null",
-    "train.epochs": 8,
+    "train.epochs": 3,
     "train.evaluations": 1,
     "evaluate.per_slice": "null",
 }

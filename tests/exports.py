@@ -87,6 +87,7 @@ make_dflash2 = maker("dflash2", **BLOCK, block_size=4, conv_group_size=8, select
 make_domino = maker("domino", **BLOCK, block_size=4, gru_hidden_dim=6, emb_dim=5)
 make_xpress = maker("xpress", **BLOCK, block_size=4, xpress_rank=6, xpress_mlp_hidden=10)
 make_medusa = maker("medusa", drafting=False, num_heads=3)
+make_mtp = maker("mtp", qk_norm=True)
 make_hydra = maker("hydra", drafting=False, num_heads=3)
 
 
@@ -108,6 +109,7 @@ PLAIN = {
     "hydra": make_hydra,
     "jetspec": make_jetspec,
     "medusa": make_medusa,
+    "mtp": make_mtp,
     "peagle": make_peagle,
     "xpress": make_xpress,
 }

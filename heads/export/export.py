@@ -4,7 +4,6 @@ What a layout must hold, how heads are converted to it and back, and what engine
 Shapes: H target hidden, A aux layers, V target vocab.
 """
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from torch.func import functional_call
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, drafting
-from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, borrows_embedding, model_directory, write_model_files
+from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, borrows_embedding, model_directory
 from draftsmith.heads.export.readme import README, Exported, write_readme
 from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, split_obstacle
 from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
@@ -89,9 +88,7 @@ def _write(dest: Path, exported: Exported, made_for: TargetIdentity) -> None:
     """Write the directory, all or nothing, and load it again."""
     head, files, layout = exported.head, exported.files, exported.layout
     with model_directory(dest, replaces=replaced_files(dest, files)) as temporary:
-        write_model_files(temporary, files.config, files.tensors, files.weights)
-        for name, source in files.copies.items():
-            shutil.copyfile(source, temporary / name)
+        layout.schema.save(temporary, files)
         write_record(temporary, head.method, layout.name, what_it_reads(head, made_for))
         (temporary / README).write_text(write_readme(exported), encoding="utf-8")
         reloaded = layout.load(temporary, exported.target)

@@ -22,7 +22,7 @@ _VLLM_BY_BATCH = ("eagle", "eagle3", "dflash")
 """The methods whose draft length vLLM changes with the batch."""
 _SGLANG_BY_BATCH = ("EAGLE", "EAGLE3")
 """The algorithms whose draft length SGLang changes with the batch, in chains."""
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, and no others
 _MEASURE = "compare tokens per second with and without the draft"
 """What to do where an engine counts nothing, or nobody knows where."""
 _FEWER = "serve on fewer GPUs"
@@ -231,19 +231,19 @@ def _on(name: str, gpus: int) -> list[str]:
     return [name, f"{gpus}"] if gpus > 1 else []
 
 
-def start_vllm(method: str, *, one_length: bool = False, **more: bool) -> Start:
+def start_vllm(method: str, *, one_length: bool = False, native: bool = False, **more: bool) -> Start:
     """vLLM with the method of that name; more: further keys of its configuration. one_length: the draft's is not changed with the
-    batch."""
+    batch. native: the export is the target's directory, and holds the draft."""
 
     def lines(serving: Serving) -> list[Snippet]:
         config = {"method": method, "model": serving.draft, "num_speculative_tokens": serving.tokens, **more}
         if len(serving.by_batch) > 1 and method in _VLLM_BY_BATCH and not one_length:
             config["num_speculative_tokens_per_batch_size"] = [list(step) for step in serving.by_batch]
-        words = ["vllm", "serve", serving.target, *_on("--tensor-parallel-size", serving.gpus)]
+        target = str(config.pop("model")) if native else serving.target
+        words = ["vllm", "serve", target, *_on("--tensor-parallel-size", serving.gpus)]
         speculative, adapter = ["--speculative-config", json.dumps(config)], serving.adapter
         if adapter is None:
             return [_shell([*words, *speculative])]
-        # vLLM takes no other ranks.
         room = next((rank for rank in _VLLM_RANKS if rank >= adapter.rank), adapter.rank)
         loaded = ["--enable-lora", "--max-lora-rank", f"{room}", "--lora-modules", f"{ADAPTER_NAME}={adapter.folder}"]
         return [_shell(words, loaded, speculative)]

@@ -4,8 +4,8 @@ A method's formats.py lists its layouts as LAYOUTS, the default first. A schema 
 `Rule` is about a head that the files could hold and an engine would not compute. What heads several rules are about
 stands at the end.
 
-A draft may need of its target what enters its layers (`states`: EAGLE-3, P-EAGLE, DFlash, DSpark; `blocks`: Domino in SGLang) or its embeddings and output
-projection (`ends`: EAGLE-1 in SGLang), and engines give these for some classes alone: targets.json lists them, by the names that
+A draft may need of its target what enters its layers (`states`: EAGLE-3, P-EAGLE, DFlash, DSpark; `blocks`: Domino in SGLang), its embeddings and output
+projection (`ends`: EAGLE-1 in SGLang) or an MTP layer in its files (`mtp`), and engines give these for some classes alone: targets.json lists them, by the names that
 config.json has for them in `architectures`. `python -m scripts.bench.engines.targets` renews it.
 """
 

@@ -7,6 +7,7 @@ formats.py of each method.
 """
 
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.heads.checkpoint import write_model_files
 from draftsmith.heads.files import WEIGHTS
 from draftsmith.heads.layers.from_target import LAYER_KEYS
 from draftsmith.target.target import Target
@@ -78,7 +80,7 @@ class TensorRow:
         ours: Its name in the head, with the same numbers; "" where that is the same.
         dtype: None for that of the floats.
         when: Whether the configuration asks for it; None for always.
-        optional: The embedding alone: left out where it is the target's.
+        optional: It may be missing, which only reading the files again finds; an embedding is left out where it is the target's.
     """
 
     name: str
@@ -115,6 +117,12 @@ class Schema:
         """Return further files of the export, by name."""
         return {}
 
+    def save(self, folder: Path, files: ModelFiles) -> None:
+        """Write the files into an existing folder."""
+        write_model_files(folder, files.config, files.tensors, files.weights)
+        for name, source in files.copies.items():
+            shutil.copyfile(source, folder / name)
+
     def write(self, export: Export) -> ModelFiles:
         """Return the files that the schema makes of a head.
 
@@ -123,12 +131,16 @@ class Schema:
         Raises:
             UserError: The caller left something open that the configuration says, or the head has a layer that no engine computes.
         """
-        config, tensors = _values(self.keys, export), {}
+        config, tensors = self.values(export), {}
         for name, value in self.head_tensors(export).items():
             row, numbers = _find(self.tensors, name, ours=True)
             theirs = row.name.format(**{**config, **numbers}) if row else name
             tensors[theirs] = value.detach().to(export.dtype if value.is_floating_point() else value.dtype)
         return ModelFiles(config, tensors, export.dtype, self.weights, self.copies(export))
+
+    def values(self, export: Export) -> dict[str, Any]:
+        """Return the keys of config.json with their values."""
+        return _values(self.keys, export)
 
     def check(self, files: ModelFiles) -> None:
         """Hold the tensors against the rows.

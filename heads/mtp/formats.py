@@ -4,29 +4,42 @@ The files hold one decoder layer behind the target's N, under `model.layers.N.` 
 `deepseek_mtp.py` and transformers' `MtpModel` read it) or `mtp.` (Qwen3-Next, Qwen3.5; vLLM's `qwen3_next_mtp.py`).
 """
 
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.foreign.code import foreign_code
-from draftsmith.foreign.weights import TensorSpan
-from draftsmith.heads.checkpoint import fill
-from draftsmith.heads.files import CONFIG, read_config
+from draftsmith.foreign.text import read_object
+from draftsmith.foreign.weights import TensorSpan, read_header
+from draftsmith.heads.checkpoint import EMBEDDING, fill
+from draftsmith.heads.files import CONFIG, INDEX, read_config
+from draftsmith.heads.formats import engines
+from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.published import check_sizes, is_the_same
 from draftsmith.heads.formats.recognise import Format
-from draftsmith.heads.formats.schema import Schema, TensorRow, llama_layer, renamed
+from draftsmith.heads.formats.schema import Export, ModelFiles, Schema, TensorRow, llama_layer, renamed
 from draftsmith.heads.layers.from_target import derive_layer_config, final_norm_weight
 from draftsmith.heads.mtp import MtpOptions
 from draftsmith.heads.mtp.head import MtpHead, measure_norm
+from draftsmith.heads.record import RECORD
+from draftsmith.storage import write_json
 from draftsmith.target.folder import read_directory
+from draftsmith.target.gguf_file import is_gguf
 from draftsmith.target.target import Target
 
 REMEDY = "fetch the target again"
+FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _LAYER = (*llama_layer("layers.0."), *(TensorRow(f"layers.0.self_attn.{part}_norm.weight") for part in "qk"))
 _PARTS = ("fc", "enorm", "hnorm", "norm")
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
@@ -36,16 +49,13 @@ _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"
 def _rows(layer: str, *names: str) -> tuple[TensorRow, ...]:
     """Return rows for the names of `_PARTS`, and for the decoder layer under `layer`."""
     own = (TensorRow(f"{name}.weight", f"{part}.weight") for part, name in zip(_PARTS, names, strict=True))
-    return (*own, *renamed(_LAYER, {"layers.0.": layer}))
+    # Optional, as files have one family's.
+    return tuple(replace(row, optional=True) for row in (*own, *renamed(_LAYER, {"layers.0.": layer})))
 
 
 _N = "model.layers.{num_hidden_layers}."
-DEEPSEEK = Schema("mtp", _rows(_N, *(f"{_N}{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))), {})
-QWEN = Schema(
-    "mtp_qwen",
-    _rows("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
-    {},
-)
+DEEPSEEK = _rows(_N, *(f"{_N}{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")))
+QWEN = _rows("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Tensors under a layer's prefix that are the target's own again."""
 
@@ -59,8 +69,7 @@ def load_native(path: Path, target: Target, target_state: str = "after_norm") ->
     config = read_config(path)
     config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
     spans, layers = read_directory(path), config.get("num_hidden_layers")
-    families = {f"model.layers.{layers}.": DEEPSEEK, "mtp.": QWEN}
-    prefix = next((one for one in families if any(span.name.startswith(one) for span in spans)), None)
+    prefix = _prefix(layers, [span.name for span in spans])
     count = next((config[key] for key in _COUNTS if config.get(key) is not None), None if prefix is None else 1)
     if prefix is None or count != 1:
         key = next((key for key in _COUNTS if config.get(key) is not None), _COUNTS[0])
@@ -80,7 +89,7 @@ def load_native(path: Path, target: Target, target_state: str = "after_norm") ->
                 f"{path} holds its own {prefix}{name}, which is not the target's: such layers are not computed here; serve it with the "
                 "engine that it was made for."
             )
-    found = families[prefix].rename(tensors)
+    found = MTP.rename(tensors)
     gate = found.get("layers.0.mlp.gate_proj.weight")
     options = MtpOptions(
         qk_norm="layers.0.self_attn.q_norm.weight" in found,
@@ -93,6 +102,12 @@ def load_native(path: Path, target: Target, target_state: str = "after_norm") ->
         found["target_norm"] = head.target_norm
     fill(head, found, path, remedy=REMEDY)
     return head
+
+
+def _prefix(layers: Any, names: Iterable[str]) -> str | None:
+    """Return what the names of an MTP layer begin with among those of a target with so many layers, None where it has none."""
+    known = (f"model.layers.{layers}.", "mtp.")
+    return next((one for one in known if any(name.startswith(one) for name in names)), None)
 
 
 def _not_computed(config: Mapping[str, Any], target: Target) -> str | None:
@@ -126,6 +141,110 @@ def _unmeasured(path: Path, target: Target) -> MtpHead:
     )
 
 
+class NativeSchema(Schema):
+    """The target's own directory with its MTP layer replaced, or added under the names of the target's family.
+
+    For a target that came from no folder, the layer alone.
+    """
+
+    def write(self, export: Export) -> ModelFiles:
+        target, folder = export.target, _folder(export)
+        spans = {} if folder is None else {span.name: span for span in read_directory(folder)}
+        prefix = _prefix(target.num_layers, spans)
+        qwen = prefix == "mtp." or (prefix is None and target.model_type.startswith(("qwen3_next", "qwen3_5")))
+        rows = {row.ours: row.name.format(num_hidden_layers=target.num_layers) for row in (QWEN if qwen else DEEPSEEK)}
+        own = {
+            name: value for name, value in export.head.state_dict().items() if name not in (EMBEDDING, "target_norm")
+        }
+        dtypes = {FLOAT_TYPES[spans[theirs].dtype] for name in own if (theirs := rows[name]) in spans}
+        dtype = dtypes.pop() if len(dtypes) == 1 else export.dtype
+        config = self.values(export) if folder is None else read_config(folder)
+        if not any(config.get(key) for key in _COUNTS):
+            config[_COUNTS[2] if qwen else _COUNTS[0]] = 1
+        tensors = {rows[name]: value.detach().to(dtype) for name, value in own.items()}
+        return ModelFiles(config, tensors, dtype, copies=self.copies(export))
+
+    def copies(self, export: Export) -> dict[str, Path]:
+        folder, ours = _folder(export), (CONFIG, RECORD, "README.md")
+        return (
+            {}
+            if folder is None
+            else {f.name: f for f in sorted(folder.iterdir()) if f.is_file() and f.name not in ours}
+        )
+
+    def save(self, folder: Path, files: ModelFiles) -> None:
+        """As `Schema.save`; files of the target's weights that hold no part of the layer are linked where that is possible."""
+        weights = [name for name in files.copies if name.endswith(".safetensors")]
+        if not weights:
+            super().save(folder, files)
+            return
+        write_json(folder / CONFIG, files.config)
+        held = {name: {span.name for span in read_header(files.copies[name], REMEDY)} for name in weights}
+        new = files.tensors.keys() - set[str]().union(*held.values())
+        for name, source in files.copies.items():
+            mine = held.get(name, set()) & files.tensors.keys() | (new if name == weights[-1] else set())
+            if mine:
+                with safe_open(source, "pt") as opened:
+                    kept = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
+                    metadata = opened.metadata()
+                save_file(
+                    {**kept, **{key: files.tensors[key].cpu().contiguous() for key in mine}}, folder / name, metadata
+                )
+            elif name == INDEX and new:
+                index = read_object(source, REMEDY)
+                index["weight_map"] |= dict.fromkeys(sorted(new), weights[-1])
+                write_json(folder / name, index)
+            else:
+                _place(source, folder / name, link=name in held)
+
+
+def _folder(export: Export) -> Path | None:
+    return None if is_gguf(export.target.path) else export.target.directory
+
+
+def _place(source: Path, destination: Path, *, link: bool) -> None:
+    """Copy a file, or give it a second name where the disk can."""
+    try:
+        if link:
+            os.link(source.resolve(), destination)
+            return
+    except OSError:
+        pass  # another disk
+    shutil.copyfile(source, destination)
+
+
+MTP = NativeSchema(
+    "mtp",
+    (*DEEPSEEK, *QWEN),
+    {
+        "architectures": lambda export: export.target.identity.to_json()["architectures"],
+        "model_type": attrgetter("target.model_type"),
+        **{key: attrgetter(f"head.config.{key}") for key in _SIZES},
+        "num_hidden_layers": attrgetter("target.num_layers"),
+    },
+)
+LAYOUTS = (
+    Layout(
+        "mtp",
+        MTP,
+        load_native,
+        {
+            "vllm": Served(
+                engines.start_vllm("mtp", native=True),
+                rules=(
+                    Rule(
+                        "head.target_state before_norm",
+                        "feeds states behind the final norm to it, in every step",
+                        "train it on with after_norm, or measure it with draftsmith evaluate",
+                        lambda files, target, head: head.options.target_state == "before_norm",
+                    ),
+                ),
+                caveats=("Start it on the export: it is the target's directory, and holds the draft.",),
+                needs="mtp",
+            )
+        },
+    ),
+)
 FORMATS = (
     Format("an MTP head", 20, lambda f: any("eh_proj" in n or n == "mtp.fc.weight" for n in f.names), _unmeasured),
 )

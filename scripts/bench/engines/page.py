@@ -37,6 +37,7 @@ METHOD_TITLES = {
     "peagle": "P-EAGLE",
     "hydra": "Hydra",
     "medusa": "Medusa",
+    "mtp": "MTP",
     "xpress": "XPress",
 }
 SHOWN: dict[str, dict[str, Any]] = {

@@ -53,8 +53,9 @@ def ask_vllm(home: Path) -> Answer:
     said = json.loads(done.stdout.splitlines()[-1])
     sources = _Sources(Path(said["package"]) / folder for folder in ("model_executor/models", "models"))
     unloaded = {name: sources.has(kind, "SupportsEagle3") for name, kind in said["unloaded"].items()}
-    how = "`supports_eagle3` of every class in the registry of an installed one"
-    return {"version": said["version"], "asked": how, "states": _split(said["found"] | unloaded)}
+    how = "`supports_eagle3` of every class in the registry of an installed one; for mtp by hand: vllm/config/speculative.py"
+    states = _split(said["found"] | unloaded)
+    return {"version": said["version"], "asked": how, "mtp": TARGETS["vllm"]["mtp"], "states": states}
 
 
 class _Sources:

@@ -51,6 +51,8 @@ def write(folder: Path, layout: str, name: str = "my target", **options) -> str:
     target = make_target()
     target.path = str(folder.parent / name)
     Path(target.path).mkdir(parents=True, exist_ok=True)
+    if layout == "mtp":  # which engines look for in some classes
+        target.model.config.architectures = ["Glm4MoeForCausalLM"]
     keywords = {"num_speculative_tokens": 5, "dtype": "bfloat16"} | options
     export_head(PLAIN[layouts()[layout].method](target), target, folder, layout=layout, **keywords)
     return (folder / "README.md").read_text(encoding="utf-8")
@@ -80,6 +82,9 @@ def test_every_export_says_how_each_engine_is_started(layout, tmp_path):
             assert config == {"method": VLLM_METHODS[layout], "model": str(place), "num_speculative_tokens": tokens}
             assert words[:3] == ["vllm", "serve", target]
             assert after(words, "--tensor-parallel-size") == "2"
+        if layout == "mtp":  # which is in the target's own files
+            assert json.loads(after(words, "--speculative-config")) == {"method": "mtp", "num_speculative_tokens": 5}
+            assert words[:3] == ["vllm", "serve", str(place)]
         if "--speculative-algorithm" in words and layout in SGLANG_ALGORITHMS:
             assert after(words, "--speculative-algorithm") == SGLANG_ALGORITHMS[layout]
             if layout == "domino":

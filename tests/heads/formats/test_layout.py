@@ -41,6 +41,8 @@ def test_a_list_is_of_the_version_that_the_record_names(engine):
         ("vllm", "states", "Gemma3ForCausalLM", False),
         ("vllm", "states", "NobodysForCausalLM", None),
         ("vllm", "", "MixtralForCausalLM", True),
+        ("vllm", "mtp", "Glm4MoeForCausalLM", True),
+        ("vllm", "mtp", "LlamaForCausalLM", False),
         ("sglang", "states", "Gemma3ForCausalLM", True),
         ("sglang", "states", "Phi3ForCausalLM", True),  # which inherits a Llama's
         ("sglang", "states", "MixtralForCausalLM", False),

@@ -87,8 +87,8 @@ def test_an_export_is_the_head_and_so_is_its_checkpoint(layout, make, tmp_path):
     check_the_same(head, again, target)
     save_head(again, tmp_path / "ours", target)
     check_the_same(again, load_head(tmp_path / "ours", target), target)
-    # A draft model is a whole model, and as such may be a target too.
-    assert is_head_config(tmp_path / "out" / "config.json") == (head.method != "draft_model")
+    # A draft model is a whole model, and as such may be a target too; so may a target with its MTP layer.
+    assert is_head_config(tmp_path / "out" / "config.json") == (head.method not in ("draft_model", "mtp"))
     # Without our record it is known as one that others have made.
     (tmp_path / "out" / "draftsmith.json").unlink()
     read = layouts()[layout].load

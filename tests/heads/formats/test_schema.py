@@ -134,7 +134,6 @@ def test_layouts_belong_to_one_method():
     assert layouts_of("medusa2") == layouts_of("medusa")
     exported = [name for name in methods() if layouts_of(name)]
     assert {name: default_layout(name) for name in exported if default_layout(name) != name} == {"medusa2": "medusa"}
-    assert layouts_of("mtp") == {}
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftsmith.cli.main import main
 from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
+from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import is_head_config, load_head
 from draftsmith.heads.mtp.formats import load_native
+from draftsmith.heads.mtp.head import MtpOptions, build
 from draftsmith.stages.importing import first_drafts
+from draftsmith.target.folder import hash_tensor, read_directory
 from draftsmith.target.target import Target, load_target
+from tests.batches import same_logits
 from tests.helpers import write_rows
 from tests.natives import NAMES, add_tensors, knowing_layer, native_model, save_native, set_keys
 
@@ -76,7 +81,7 @@ def test_import_measures_both_states_and_writes_the_better_one(
     words += ["--data.heldout", "1", "--answers.regenerate", "false", "--output_dir", str(tmp_path / "run")]
     assert main(["import", *words]) == 0
     captured = capsys.readouterr()
-    assert captured.out.strip() == str(tmp_path / "run" / "import")
+    assert captured.out.splitlines()[-1] == str(tmp_path / "run" / "import")
     record = json.loads((tmp_path / "run" / "import" / "import.json").read_text())
     both = record["agreement"]
     assert list(both) == ["after_norm", "before_norm"]
@@ -123,3 +128,58 @@ def test_a_layer_that_is_not_as_the_configuration_says_is_one_sentence(
     with pytest.raises(UserError, match=words) as caught:
         load_native(folder, target)
     assert "\n" not in str(caught.value)
+
+
+def sharded(folder: Path) -> None:
+    """Split a saved model into three files with an index, the MTP layer over two of them."""
+    held = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(held, key=lambda name: ("mtp" in name, name))
+    parts = [names[:9], names[9:-6], names[-6:]]
+    files = {f"model-0000{i}-of-00003.safetensors": part for i, part in enumerate(parts, 1)}
+    for file, part in files.items():
+        save_file({name: held[name] for name in part}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_export_is_the_targets_directory_with_the_layer_in_it(
+    split: bool, known: dict[str, dict[str, Tensor]], tmp_path: Path
+) -> None:
+    """Imported and exported again, it holds the same bits; trained on, all but the layer."""
+    model = native_model("qwen3").bfloat16()
+    layer = {name: value.bfloat16() for name, value in known["after_norm"].items()}
+    folder = save_native(tmp_path / "target", "qwen3", layer, model)
+    if split:
+        sharded(folder)
+    target = load_target(str(folder), dtype="float32")
+    head = load_native(folder, target)
+    again = export_head(head, target, tmp_path / "same")
+    before, after = ({span.name: hash_tensor(span) for span in read_directory(one)} for one in (folder, again))
+    assert after == before
+    assert {"config.json", "tokenizer.json"} <= {file.name for file in again.iterdir()}
+    assert json.loads((again / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert same_logits(load_head(again, target), head, target)
+    with torch.no_grad():
+        head.fc.weight += 1.0
+    export_head(head, target, again)
+    after = {span.name: hash_tensor(span) for span in read_directory(again)}
+    assert {name for name in before if after[name] != before[name]} == {"mtp.fc.weight"}
+    assert {span.name: hash_tensor(span) for span in read_directory(folder)} == before
+    served = load_target(str(again), dtype="float32")
+    assert torch.equal(served.forward(IDS[None]).last, target.forward(IDS[None]).last)
+    assert same_logits(load_native(again, served), load_head(again, target), target)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_target_without_a_layer_gets_one(split: bool, tmp_path: Path) -> None:
+    folder = save_native(tmp_path / "target", "qwen3", {}, native_model("qwen3"), mtp_num_hidden_layers=None)
+    if split:
+        sharded(folder)
+    target = load_target(str(folder))
+    head = build(MtpOptions(qk_norm=True), target, None)
+    again = export_head(head, target, tmp_path / "out")
+    assert same_logits(load_native(again, target), head, target)
+    assert json.loads((again / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert load_target(str(again)).num_layers == 2

@@ -1,9 +1,9 @@
 """Compare the rules of trees that grow, at every size:
 python -m scripts.bench.trees --target T --conversations FOLDER --prompts FILE --output docs/results/trees.json
 
-Trains a JetSpec head on the conversations' own answers for some minutes (or takes the one that --folder has already), lets the target
-alone answer the prompts, and simulates each rule on these, from one pass for all sizes. Intervals are over prompts, those of
-differences over the same prompts.
+Trains a JetSpec head on the conversations' own answers for some minutes (or takes the one of --head, a head's folder or a run's), lets
+the target alone answer the prompts, and simulates each rule on these, from one pass for all sizes. Intervals are over prompts, those
+of differences over the same prompts.
 """
 
 import argparse
@@ -27,6 +27,7 @@ from draftsmith.foreign.records import Journal
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.machine import environment_json
 from draftsmith.recipe.parse import parse_recipe
+from draftsmith.stages.drafters import head_digest
 from draftsmith.stages.evaluation import prompts_of
 from draftsmith.stages.session import Session
 from draftsmith.storage import write_json
@@ -99,16 +100,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--target", required=True)
     parser.add_argument("--conversations", type=Path, required=True)
     parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--head", type=Path)
     parser.add_argument("--folder", type=Path, default=Path("runs/trees"))
     parser.add_argument("--output", type=Path)
     own = parser.parse_args(argv)
     torch.set_num_threads(1)
     words = recipe_words(own.target, own.conversations, own.prompts, own.folder)
-    if failed := draftsmith_main(["train", *words]):
+    if own.head is None and (failed := draftsmith_main(["train", *words])):
         return failed
-    session = Session(parse_recipe(words))
+    session = Session(parse_recipe(words), head=own.head)
     facts: dict[str, Any] = {"command": f"python -m scripts.bench.trees {shlex.join(argv)}", **environment_json()}
-    facts |= {"depth": DEPTH, "branching": BRANCHING, "training": {key: str(value) for key, value in TRAINING.items()}}
+    facts |= {"depth": DEPTH, "branching": BRANCHING, "head": head_digest(session.head_folder)}
+    facts["training"] = {key: str(value) for key, value in TRAINING.items()}
     facts["temperatures"] = {f"{temperature:g}": measure(session, temperature) for temperature in (0.0, 1.0)}
     if own.output:
         write_json(own.output, facts)

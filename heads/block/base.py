@@ -16,7 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft, NewTokens
+from draftsmith.decoder.growth import chain_token_by_token
 from draftsmith.decoder.sampling import SAMPLE, uniforms
 from draftsmith.heads.base import (
     DraftHead,
@@ -84,6 +85,7 @@ class BlockHead(DraftHead):
         self.options, self.config, drafted = options, config, options.block_size - self.first_slot
         self.reads = Reads(tuple(layer_ids), context_length=steady_positions(config))
         self.drafts, self.trains = Drafts(drafted), Trains(drafted, blocks=True)
+        self.width = config.vocab_size if draft_vocab is None else len(draft_vocab)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.fc = nn.Linear(len(layer_ids) * H, H, bias=False)
         self.hidden_norm = RMSNorm(H, eps=eps)
@@ -96,11 +98,11 @@ class BlockHead(DraftHead):
         """Return an untrained fp32 head for `target`, its final norm the target's.
 
         draft_vocab: [W] sorted unique target ids, or None for all. Raises UserError for layers that the target does not have, a
-        mask token outside its vocabulary, a block longer than its context, and dimensions that do not fit together.
+        mask token outside its vocabulary, what `check` refuses, and dimensions that do not fit together.
         """
         layer_ids = layer_ids_of(options, target)
         target.check_layer_ids(layer_ids)
-        check_block(options.block_size, target.context_length, target.path)
+        cls.check(options, target, target.vocab_size if draft_vocab is None else len(draft_vocab))
         vocab = None if draft_vocab is None else draft_vocab.to(target.device, torch.int64)
         assert vocab is None or bool((vocab.diff() > 0).all()), "the draft vocabulary is sorted and unique"
         options = replace(options, mask_token_id=choose_mask_token(options.mask_token_id, target))
@@ -108,6 +110,11 @@ class BlockHead(DraftHead):
             head = cls(options, derive_layer_config(options, target), target, layer_ids, vocab)
         start_norm(head.norm, target)
         return head
+
+    @classmethod
+    def check(cls, options: Any, target: Target, drafted: int) -> None:
+        """Raise UserError for options that do not fit the target, or the number of tokens that are drafted among."""
+        check_block(options.block_size, target.context_length, target.path)
 
     def make_layer(self) -> PlainLayer:
         """Return a new decoder layer."""
@@ -213,9 +220,9 @@ class BlockHead(DraftHead):
     ) -> Tensor:
         """Return the states [R, S, H] of the blocks of the query rows, before the final norm. known: see `filled`."""
         S, rows = slots, plan.rows
-        tokens_RS = self.block_tokens(shift_left(batch.ids, 1, 0).flatten()[rows], S)
+        text_RS = torch.stack(tokens_before(batch, [rows] * (1 if known is None else S)), 1)
+        tokens_RS = self.block_tokens(text_RS[:, 0], S)
         if known is not None:
-            text_RS = torch.stack([shift_left(batch.ids, 1 + j, 0).flatten()[rows] for j in range(S)], 1)
             shown_RS = torch.arange(S, device=rows.device) < known(rows)[:, None]
             tokens_RS = torch.where(shown_RS, text_RS, tokens_RS)
         x_RSH = self._embed(tokens_RS)
@@ -294,8 +301,18 @@ class BlockDrafter(CachedDrafter):
         """Turn the states [B, K, H] of the slots that draft into a draft of K tokens."""
         raise NotImplementedError
 
+    def chain(self, state: DecodeState, depth: int, next_logits: Callable[[int, Tensor], Tensor]) -> Draft:
+        """Return a chain of so many tokens, see `chain_token_by_token`."""
+        vocab_W = self.head.draft_vocab
+        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=vocab_W)
+
 
 Head = TypeVar("Head", bound=BlockHead)
+
+
+def tokens_before(batch: TrainBatch, rows: Sequence[Tensor]) -> list[Tensor]:
+    """Return of rows [R_k] of each step the text's token [R_k] before the one that is drafted, that of step 0 the root."""
+    return [shift_left(batch.ids, 1 + k, 0).flatten()[at] for k, at in enumerate(rows)]
 
 
 def sample_rows(batch: TrainBatch, rows_BL: Tensor, count: int) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
-from draftsmith.heads.block import check_block
 from draftsmith.heads.block.base import Head
 from draftsmith.heads.checkpoint import EMBEDDING, fill
 from draftsmith.heads.files import explain_config, read_config, read_weights
@@ -130,7 +129,13 @@ def read_block_config(
     return {**config, **top, **section, "sliding_window": window}
 
 
-def block_options(path: Path, config: Mapping[str, Any], target: Target) -> dict[str, Any]:
+def read_sizes(path: Path, config: Mapping[str, Any], title: str, *keys: str) -> dict[str, Any]:
+    """Return whole numbers of a configuration. Raises UserError where one of them is none. title: of the method."""
+    with explain_config(path, f"{title} head", "fetch the head again"):
+        return {key: operator.index(config[key]) for key in keys}
+
+
+def _options(path: Path, config: Mapping[str, Any], target: Target) -> dict[str, Any]:
     """Return the options that both block drafters have, from a configuration that was read."""
     with explain_config(path, "block drafter", "fetch the head again"):
         layer_ids = [k + 1 for k in config["target_layer_ids"]]
@@ -141,17 +146,18 @@ def block_options(path: Path, config: Mapping[str, Any], target: Target) -> dict
     return {"layer_ids": layer_ids, "mask_token_id": token, "block_size": size, "num_layers": layers}
 
 
-def load_block(path: Path, config: Mapping[str, Any], target: Target, kind: type[Head], options: Any) -> Head:
-    """Return the head of that kind with the tensors in the folder `path`."""
-    check_block(options.block_size, target.context_length, target.path)
+def load_block(path: Path, config: Mapping[str, Any], target: Target, kind: type[Head], **more: Any) -> Head:
+    """Return the head of that kind with the tensors in the folder `path`. more: options that not all block drafters have."""
+    options = kind.options_class(**_options(path, config, target), **more)
     file, stored = read_weights(path, target.device)
     tensors = tidy(stored, file, target)
     vocab = take_vocab(tensors, config.get("draft_vocab_size"), file, target)
+    kind.check(options, target, target.vocab_size if vocab is None else len(vocab))
     held, own = tensors.pop(LM_HEAD, None), target.head.weight if vocab is None else target.head.weight[vocab]
     if held is not None and not is_the_same(held, own):
         raise not_computed(path, "an output projection that was trained with it")
     with explain_config(path, "Qwen3 layer", "fetch the head again"), torch.device(target.device):
-        head = kind(options, read_layer(config), target, options.layer_ids, vocab)
+        head = kind(options, read_layer(config), target, options.layer_ids or (), vocab)
     kept = {name: value for name, value in head.state_dict().items() if name in _NATIVE}
     fill(head, {**tensors, **kept}, file, remedy="fetch or export it again")
     return head

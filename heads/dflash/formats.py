@@ -1,11 +1,9 @@
 """DFlash heads for engines: schemas, reading, layouts, and how such heads are recognised."""
 
-import operator
 from pathlib import Path
 
 from draftsmith.heads.block import formats as block
-from draftsmith.heads.dflash.head import DFlashHead, DFlashOptions
-from draftsmith.heads.files import explain_config
+from draftsmith.heads.dflash.head import DFlashHead
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target
 from draftsmith.heads.formats.recognise import Format
@@ -27,10 +25,8 @@ def load_dflash_directory(path: Path | str, target: Target) -> DFlashHead:
     """
     path = Path(path)
     config = block.read_block_config(path, target, _PREFIX)
-    with explain_config(path, "DFlash head", "fetch the head again"):
-        prefix = None if (first := config.get(_PREFIX)) is None else operator.index(first)
-    options = DFlashOptions(**block.block_options(path, config, target), variable_prefix=prefix)
-    return block.load_block(path, config, target, DFlashHead, options)
+    more = {} if config.get(_PREFIX) is None else block.read_sizes(path, config, "DFlash", _PREFIX)
+    return block.load_block(path, config, target, DFlashHead, **more)
 
 
 DFLASH = block.block_schema(

@@ -23,7 +23,6 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
-from draftsmith.decoder.growth import chain_token_by_token
 from draftsmith.decoder.sampling import PREFIX, uniforms
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.heads.block import BlockOptions
@@ -114,7 +113,7 @@ class DFlashDrafter(BlockDrafter):
                 logits_BKW = torch.cat([logits_BKW, head.logits(again_BSH[:, 1 + first : 1 + depth])], 1)
             return logits_BKW[:, k]
 
-        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=head.draft_vocab)
+        return self.chain(state, depth, next_logits)
 
     def draft(self, state: DecodeState, states_BKH: Tensor) -> Draft:
         """Turn the states of the slots that draft into a chain or a tree."""

@@ -3,14 +3,12 @@
 The layout is the one of the published heads, flat, with an explicit `is_causal`: without it engines take a window for causal.
 """
 
-import operator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from draftsmith.heads.block import formats as block
-from draftsmith.heads.dflash2.head import DFlash2Head, DFlash2Options, check_sizes
-from draftsmith.heads.files import explain_config
+from draftsmith.heads.dflash2.head import DFlash2Head
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target
 from draftsmith.heads.formats.recognise import Format
@@ -31,14 +29,9 @@ def load_dflash2_directory(path: Path | str, target: Target) -> DFlash2Head:
     scales = [config.get(key) for key in _SCALES]
     if scales[0] not in (None, target.head.scale) or (scales[1] or None) not in (None, target.head.softcap):
         raise block.not_computed(path, "another scale or softcap of its logits than the target's")
-    with explain_config(path, "DFlash2 head", "fetch the head again"):
-        window = config["sliding_window"]
-        sizes: dict[str, Any] = {key: operator.index(config[key]) for key in _SIZES}
-        sizes |= {"sliding_window": None if window is None else operator.index(window)}
-        drafted = operator.index(config.get("draft_vocab_size") or target.vocab_size)
-    options = DFlash2Options(**block.block_options(path, config, target), **sizes)
-    check_sizes(options, target, drafted)
-    return block.load_block(path, config, target, DFlash2Head, options)
+    window = [] if config["sliding_window"] is None else ["sliding_window"]
+    sizes = block.read_sizes(path, config, "DFlash2", *_SIZES, *window)
+    return block.load_block(path, config, target, DFlash2Head, **sizes)
 
 
 def _window(export: Export) -> Any:

@@ -15,7 +15,7 @@ state h. In training a is the text's token, in drafting the one just drafted. Wh
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,10 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
-from draftsmith.decoder.growth import chain_token_by_token, start_beam
+from draftsmith.decoder.growth import start_beam
 from draftsmith.errors import UserError
-from draftsmith.heads.base import StepOutput, shift_left
-from draftsmith.heads.block.base import BlockDrafter, BlockHead
+from draftsmith.heads.base import StepOutput
+from draftsmith.heads.block.base import BlockDrafter, BlockHead, tokens_before
 from draftsmith.heads.dflash2 import DFlash2Options
 from draftsmith.heads.layers.decoder_layer import NormedAttention, PlainLayer
 from draftsmith.heads.selector import Selector
@@ -113,9 +113,8 @@ class DFlash2Head(BlockHead):
     def __init__(self, options: DFlash2Options, config: LlamaConfig, *others: Any) -> None:
         """others: as of `BlockHead`."""
         super().__init__(options, config, *others)
-        V = config.vocab_size
-        width = V if self.draft_vocab is None else len(self.draft_vocab)
-        self.candidate_selector = CandidateSelector(V, width, config.hidden_size, options.selector_rank)
+        H, r = config.hidden_size, options.selector_rank
+        self.candidate_selector = CandidateSelector(config.vocab_size, self.width, H, r)
         self.window = options.sliding_window
         self.drafts = replace(self.drafts, own_pass=True)
         # A codebook has the shape of an embedding, and a kernel that of a stack of vectors.
@@ -124,11 +123,18 @@ class DFlash2Head(BlockHead):
         self.trains = replace(self.trains, outputs=outputs, no_muon=small, no_decay=("base_kernel",))
 
     @classmethod
-    def build(cls, options: DFlash2Options, target: Target, draft_vocab: Tensor | None) -> Self:  # type: ignore[override]
-        """As `BlockHead.build`. Raises UserError for groups that do not divide the target's width, and for more candidates than the head
-        can draft, too."""
-        check_sizes(options, target, target.vocab_size if draft_vocab is None else len(draft_vocab))
-        return super().build(options, target, draft_vocab)
+    def check(cls, options: DFlash2Options, target: Target, drafted: int) -> None:
+        """As `BlockHead.check`, with groups that do not divide the target's width, and more candidates than the head can draft."""
+        super().check(options, target, drafted)
+        if target.hidden_size % options.conv_group_size:
+            raise UserError(
+                f"head.conv_group_size is {options.conv_group_size}, which does not divide the width of the target {target.path}, "
+                f"{target.hidden_size}: choose a divisor."
+            )
+        if options.selector_top_k > drafted:
+            raise UserError(
+                f"head.selector_top_k is {options.selector_top_k}, but the head drafts among {drafted} tokens: choose no more than these."
+            )
 
     def make_layer(self) -> PlainLayer:
         return ConvLayer(self.config, self.options)
@@ -141,8 +147,7 @@ class DFlash2Head(BlockHead):
 
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
         """The states [R_k, H] and rows [R_k] of each step -> logits, and what chooses among the likeliest."""
-        before = [shift_left(batch.ids, 1 + k, 0).flatten()[at] for k, at in enumerate(rows)]
-        every = self.candidate_selector.queries(torch.cat([*states]), torch.cat(before))
+        every = self.candidate_selector.queries(torch.cat([*states]), torch.cat(tokens_before(batch, rows)))
         sources = zip(states, every.split([len(at) for at in rows]), strict=True)
         return [
             StepOutput(k, at, source, self._plain, selector=self.selector)
@@ -151,19 +156,6 @@ class DFlash2Head(BlockHead):
 
     def _plain(self, states: Tensor, query: Tensor) -> Tensor:
         return self.logits(states)
-
-
-def check_sizes(options: DFlash2Options, target: Target, drafted: int) -> None:
-    """Raise UserError for sizes that do not fit the target, or the tokens that are drafted among."""
-    if target.hidden_size % options.conv_group_size:
-        raise UserError(
-            f"head.conv_group_size is {options.conv_group_size}, which does not divide the width of the target {target.path}, "
-            f"{target.hidden_size}: choose a divisor."
-        )
-    if options.selector_top_k > drafted:
-        raise UserError(
-            f"head.selector_top_k is {options.selector_top_k}, but the head drafts among {drafted} tokens: choose no more than these."
-        )
 
 
 class DFlash2Drafter(BlockDrafter):
@@ -185,7 +177,7 @@ class DFlash2Drafter(BlockDrafter):
             query_Br = head.candidate_selector.queries(states_BKH[:, k], before_B)
             return head.selector.chosen(logits_BKW[:, k], states_BKH[:, k], query_Br)
 
-        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=head.draft_vocab)
+        return self.chain(state, depth, next_logits)
 
 
 build, load = DFlash2Head.build, DFlash2Head.load

@@ -1,12 +1,10 @@
 """Domino heads for engines: the layout of SpecForge and SGLang, reading it, and how such heads are recognised."""
 
-import operator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from draftsmith.heads.block import formats as block
-from draftsmith.heads.domino.head import DominoHead, DominoOptions
+from draftsmith.heads.domino.head import DominoHead
 from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served
@@ -26,14 +24,13 @@ def load_domino_directory(path: Path | str, target: Target) -> DominoHead:
     config = block.read_block_config(path, target, "projector_type", "shift_label", *_OPTIONS, from_anchor=True)
     if config.get("projector_type") != "domino":
         raise block.not_computed(path, "another projector_type than domino")
+    # What SpecForge takes where they are left out.
+    config = {"pure_draft_prefix_len": 0, "shift_label": False} | config
+    more = block.read_sizes(path, config, "Domino", *_OPTIONS)
     with explain_config(path, "Domino head", "fetch the head again"):
-        # What SpecForge takes where they are left out.
-        config = {"pure_draft_prefix_len": 0, "shift_label": False} | config
-        more: dict[str, Any] = {key: operator.index(config[key]) for key in _OPTIONS}
         if not isinstance(config["shift_label"], bool):
             raise TypeError("shift_label is true or false")
-    options = DominoOptions(**block.block_options(path, config, target), **more, shift_label=config["shift_label"])
-    return block.load_block(path, config, target, DominoHead, options)
+    return block.load_block(path, config, target, DominoHead, **more, shift_label=config["shift_label"])
 
 
 DOMINO = block.block_schema(

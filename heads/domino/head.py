@@ -23,9 +23,8 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
-from draftsmith.decoder.growth import chain_token_by_token
-from draftsmith.heads.base import StepOutput, shift_left
-from draftsmith.heads.block.base import BlockDrafter, BlockHead
+from draftsmith.heads.base import StepOutput
+from draftsmith.heads.block.base import BlockDrafter, BlockHead, tokens_before
 from draftsmith.heads.domino import DominoOptions
 
 
@@ -60,9 +59,8 @@ class DominoHead(BlockHead):
         self.first_slot = options.block_size - options.drafted
         super().__init__(options, config, *others)
         H, G, E = config.hidden_size, options.gru_hidden_dim, options.emb_dim
-        W = config.vocab_size if self.draft_vocab is None else len(self.draft_vocab)
         self.prefix_gru = PrefixGru(H, G)
-        last = nn.Linear(E, W, bias=False)
+        last = nn.Linear(E, self.width, bias=False)
         nn.init.zeros_(last.weight)
         self.embed_proj = nn.Sequential(nn.Linear(H + G, E, bias=False), nn.SiLU(), last)
         self.trains = replace(self.trains, outputs=frozenset({"base"}), no_muon=("prefix_gru", "embed_proj"))
@@ -74,8 +72,7 @@ class DominoHead(BlockHead):
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
         """The states [R_k, H] and rows [R_k] of each step -> logits with and without the correction."""
         first = rows[0]
-        before = torch.stack([shift_left(batch.ids, 1 + k, 0).flatten()[first] for k in range(len(rows))], 1)
-        prefix, _ = self.prefix_gru(self._embed(before))
+        prefix, _ = self.prefix_gru(self._embed(torch.stack(tokens_before(batch, [first] * len(rows)), 1)))
         steps = []
         for k, (at, own) in enumerate(zip(rows, states, strict=True)):
             correction = self.correction(k, own, prefix[torch.searchsorted(first, at), k])
@@ -110,7 +107,7 @@ class DominoDrafter(BlockDrafter):
             out_B1G, prefix[0] = head.prefix_gru(head._embed(before_B[:, None]), prefix[0])
             return base_BKW[:, k] + head.embed_proj[2](head.correction(k, states_BKH[:, k], out_B1G[:, 0]))
 
-        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=head.draft_vocab)
+        return self.chain(state, depth, next_logits)
 
 
 build, load = DominoHead.build, DominoHead.load

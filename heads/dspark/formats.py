@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.heads.block import formats as block
-from draftsmith.heads.dspark.head import DSparkHead, DSparkOptions
+from draftsmith.heads.dspark.head import DSparkHead
 from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Served
@@ -26,10 +26,8 @@ def load_dspark_directory(path: Path | str, target: Target) -> DSparkHead:
     confident = bool(config.get("enable_confidence_head", False))
     if confident and not config.get("confidence_head_with_markov", False):
         raise block.not_computed(path, "a confidence that does not read the token before")
-    with explain_config(path, "DSpark head", "fetch the head again"):
-        rank = int(config["markov_rank"])
-    options = DSparkOptions(**block.block_options(path, config, target), markov_rank=rank, confidence_head=confident)
-    head = block.load_block(path, config, target, DSparkHead, options)
+    rank = block.read_sizes(path, config, "DSpark", "markov_rank")
+    head = block.load_block(path, config, target, DSparkHead, **rank, confidence_head=confident)
     if confident and (stored := config.get("confidence_temperatures")) is not None:
         with explain_config(path, "list of temperatures", "fetch the head again"):
             temperatures = torch.tensor(stored, dtype=torch.float32)

@@ -23,9 +23,8 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
-from draftsmith.decoder.growth import chain_token_by_token
-from draftsmith.heads.base import HeadOutput, Passes, StepOutput, shift_left
-from draftsmith.heads.block.base import BlockDrafter, BlockHead
+from draftsmith.heads.base import HeadOutput, Passes, StepOutput
+from draftsmith.heads.block.base import BlockDrafter, BlockHead, tokens_before
 from draftsmith.heads.dspark import DSparkOptions
 
 _BINS = 15
@@ -65,8 +64,8 @@ class DSparkHead(BlockHead):
     def __init__(self, options: DSparkOptions, config: LlamaConfig, *others: Any) -> None:
         """others: as of `BlockHead`."""
         super().__init__(options, config, *others)
-        V, H, r = config.vocab_size, config.hidden_size, options.markov_rank
-        self.markov_head = MarkovHead(V, V if self.draft_vocab is None else len(self.draft_vocab), r)
+        H, r = config.hidden_size, options.markov_rank
+        self.markov_head = MarkovHead(config.vocab_size, self.width, r)
         outputs = frozenset({"confidence"} if options.confidence_head else ())
         self.trains = replace(self.trains, outputs=outputs, no_muon=("markov_head", "confidence_head"))
         self.confidence_head = ConfidenceHead(H + r) if options.confidence_head else None
@@ -74,9 +73,8 @@ class DSparkHead(BlockHead):
 
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
         """The states [R_k, H] and rows [R_k] of each step -> logits, confidence, and where the head would draft no more."""
-        tokens = [shift_left(batch.ids, 1 + k, 0).flatten()[at] for k, at in enumerate(rows)]
         sizes, every = [len(at) for at in rows], torch.cat([*states])
-        before = self.markov_head.markov_w1(torch.cat(tokens)).to(every.dtype)
+        before = self.markov_head.markov_w1(torch.cat(tokens_before(batch, rows))).to(every.dtype)
         sources = list(zip(states, before.split(sizes), strict=True))
         if self.confidence_head is None:
             return [StepOutput(k, at, sources[k], self._biased) for k, at in enumerate(rows)]
@@ -158,7 +156,7 @@ class DSparkDrafter(BlockDrafter):
                 survival.append(head.calibrated(k, head.log_odds(states_BKH[:, k], before_Br)))
             return base_BKW[:, k] + head.bias(before_Br)
 
-        draft = chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=head.draft_vocab)
+        draft = self.chain(state, depth, next_logits)
         if head.threshold is None:
             return draft
         lasting_BK = torch.stack(survival, 1).cumprod(1) >= head.threshold

@@ -11,7 +11,7 @@ from draftsmith.heads.dflash.formats import BIASED_TARGET, CPU_NORMS
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Served
 from draftsmith.heads.formats.recognise import Format, HeadFolder
-from draftsmith.heads.jetspec.head import JetSpecHead, JetSpecOptions
+from draftsmith.heads.jetspec.head import JetSpecHead
 from draftsmith.target.target import Target
 
 
@@ -22,8 +22,7 @@ def load_jetspec_directory(path: Path | str, target: Target) -> JetSpecHead:
     """
     path = Path(path)
     config = block.read_block_config(path, target, causal=True)
-    options = JetSpecOptions(**block.block_options(path, config, target))
-    return block.load_block(path, config, target, JetSpecHead, options)
+    return block.load_block(path, config, target, JetSpecHead)
 
 
 def _is_jetspec(folder: HeadFolder) -> bool:

@@ -3,18 +3,15 @@
 The mixer's file holds L as it is trained: vLLM reads what is on and below its diagonal, and adds the identity itself.
 """
 
-import operator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from draftsmith.heads.block import formats as block
-from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Served
 from draftsmith.heads.formats.recognise import Format
 from draftsmith.heads.formats.schema import TensorRow
-from draftsmith.heads.xpress.head import XPressHead, XPressOptions
+from draftsmith.heads.xpress.head import XPressHead
 from draftsmith.target.target import Target
 
 _SIZES = ("xpress_rank", "xpress_mlp_hidden")
@@ -27,13 +24,9 @@ def load_xpress_directory(path: Path | str, target: Target) -> XPressHead:
     """
     path = Path(path)
     config = block.read_block_config(path, target)
-    with explain_config(path, "XPress head", "fetch the head again"):
-        sizes: dict[str, Any] = {key: operator.index(config[key]) for key in _SIZES}
-        # The mixer's size decides.
-        config = {**config, "block_size": operator.index(config.get("xpress_block_size", 16))}
-    return block.load_block(
-        path, config, target, XPressHead, XPressOptions(**block.block_options(path, config, target), **sizes)
-    )
+    # The mixer's size decides.
+    config = {**config, "block_size": config.get("xpress_block_size", 16)}
+    return block.load_block(path, config, target, XPressHead, **block.read_sizes(path, config, "XPress", *_SIZES))
 
 
 XPRESS = block.block_schema(

@@ -27,9 +27,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
-from draftsmith.decoder.growth import chain_token_by_token
-from draftsmith.heads.base import StepOutput, shift_left
-from draftsmith.heads.block.base import BlockDrafter, BlockHead
+from draftsmith.heads.base import StepOutput
+from draftsmith.heads.block.base import BlockDrafter, BlockHead, tokens_before
 from draftsmith.heads.losses.head_loss import PIECE
 from draftsmith.heads.xpress import XPressOptions
 
@@ -100,8 +99,7 @@ class XPressHead(BlockHead):
     def __init__(self, options: XPressOptions, config: LlamaConfig, *others: Any) -> None:
         """others: as of `BlockHead`."""
         super().__init__(options, config, *others)
-        width = config.vocab_size if self.draft_vocab is None else len(self.draft_vocab)
-        self.xpress_head = RefinerHead(config, options, width)
+        self.xpress_head = RefinerHead(config, options, self.width)
         self.trains = replace(self.trains, outputs=frozenset({"base", "rounds"}), no_muon=("xpress_head",))
 
     def slot_states(self, blocks_RSH: Tensor, among: Sequence[Tensor]) -> list[Tensor]:
@@ -111,7 +109,7 @@ class XPressHead(BlockHead):
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
         """The states of whole blocks [R, S, H], alone, and the rows [R_k] of each step -> refined logits, and those trained besides."""
         (blocks_RSH,), first, refine = states, rows[0], self.xpress_head
-        text_RJ = torch.stack([shift_left(batch.ids, 1 + k, 0).flatten()[first] for k in range(len(rows))], 1)
+        text_RJ = torch.stack(tokens_before(batch, [first] * len(rows)), 1)
         features = refine.features(blocks_RSH)
         read = [behind_root(text_RJ)]
         if self.training:
@@ -131,8 +129,7 @@ class XPressHead(BlockHead):
         """Return the likeliest tokens [R, K] of slots by their own logits, and by those refined once, twice, .. with the guesses before
         for the tokens before: `count` of these."""
         R, K = states_RKH.shape[:2]
-        width = self.xpress_head.w2.weight.shape[0]
-        blocks = max(1, PIECE.get(root_R1.device.type, PIECE["cuda"]) // (K * width))
+        blocks = max(1, PIECE.get(root_R1.device.type, PIECE["cuda"]) // (K * self.width))
         found: list[list[Tensor]] = [[] for _ in range(count)]
         for piece in [slice(at, at + blocks) for at in range(0, max(R, 1), blocks)]:
             base_RKW, guess_RK = self.logits(states_RKH[piece]), None
@@ -174,7 +171,7 @@ class XPressDrafter(BlockDrafter):
             inputs.append(refine.inputs(features[:, k + 1 : k + 2], before_B[:, None]))
             return base_BKW[:, k] + refine.w2(refine.mixed(torch.cat(inputs, 1), k + 1)[:, 0])
 
-        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=head.draft_vocab)
+        return self.chain(state, depth, next_logits)
 
 
 build, load = XPressHead.build, XPressHead.load

@@ -12,7 +12,6 @@ With `target_state` before_norm, both are states before these norms. Such a stat
 y = w h / rms(h), and hnorm, which hides scales, makes the same of y / w.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -40,15 +39,7 @@ class MtpHead(EagleHead):
     options_class = MtpOptions
     target_norm: Tensor | None
 
-    def __init__(
-        self,
-        options: MtpOptions,
-        config: LlamaConfig,
-        target: Target,
-        layer_ids: Sequence[int] = (),
-        draft_vocab: None = None,
-    ) -> None:
-        assert draft_vocab is None, "these heads draft from all tokens"
+    def __init__(self, options: MtpOptions, config: LlamaConfig, target: Target, *_: object) -> None:
         super().__init__(target_head=target.head)
         H, eps, embedding = config.hidden_size, config.rms_norm_eps, target.embedding
         assert embedding.shape == (config.vocab_size, H)

@@ -94,7 +94,7 @@ def describe(estimate: Estimate) -> list[str]:
         f"{_size(estimate.train_file_bytes)} on disk",
         f"memory {'' if device.name == 'cpu' else 'per GPU '}while training: {_size(estimate.train_bytes)} of {_size(device.memory)} "
         f"(target {_size(estimate.train_target_bytes)}; {trained} trained parameters with {spec.optimizer} {_size(estimate.head_bytes)}; "
-        f"activations and logits {_size(estimate.pass_bytes)})",
+        f"activations and logits {_size(estimate.pass_bytes)}; batches at hand {_size(estimate.batch_bytes)})",
         _evaluation(estimate, one),
         *_summary(estimate),
     ]

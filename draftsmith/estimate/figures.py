@@ -272,8 +272,8 @@ class Estimate:
 
     @property
     def train_bytes(self) -> float:
-        """Memory per GPU: what is loaded of the target, the head with its optimizer, and one training pass."""
-        return self.train_target_bytes + self.head_bytes + self.pass_bytes
+        """Memory per GPU: what is loaded of the target, the head with its optimizer, one training pass, and the batches at hand."""
+        return self.train_target_bytes + self.head_bytes + self.pass_bytes + self.batch_bytes
 
     @property
     def train_target_bytes(self) -> float:
@@ -295,6 +295,16 @@ class Estimate:
         spec = self.recipe.train
         texts = spec.rows * spec.row_tokens / (self.given.prompt + self.given.answer)
         return self.text.memory(texts, self.given.device.name)
+
+    @property
+    def batch_bytes(self) -> float:
+        """Hidden states and tokens of the micro-batches at hand: on a GPU of the one in work and of the copy of the next, where they are
+        computed online of one alone; on a CPU of the feed's whole ring."""
+        spec, features = self.recipe.train, self.recipe.features
+        size = self.store_bytes / self.tokens * spec.rows * spec.row_tokens
+        if features.source == "online":
+            return size
+        return size * (spec.accumulation + spec.workers if self.given.device.name == "cpu" else 2)
 
     @property
     def evaluate_bytes(self) -> float:

@@ -5,15 +5,16 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from draftsmith.cli.main import main
-from draftsmith.data.batch import Tokenized
+from draftsmith.data.batch import Tokenized, lay_texts
 from draftsmith.data.conversations.templates import load_tokenizer
 from draftsmith.data.embedded import SHIPPED
 from draftsmith.data.features.extract import extract
@@ -32,6 +33,7 @@ from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import AnswersSpec, DataSpec, FeaturesSpec, Recipe, TrainSpec
 from draftsmith.target.shape import shape_of
 from draftsmith.target.target import Target
+from draftsmith.train.feed import _with_states
 from draftsmith.train.schedule import Schedule
 from tests.models import save_tiny_target, tiny_model
 
@@ -126,6 +128,48 @@ def test_steps_are_those_of_the_schedule(gpus: int) -> None:
     assert made.steps == sum(len(schedule.epoch(e)) // schedule.window for e in range(4))
     assert made.pass_bytes == made.text.memory(4, made.given.device.name)
     assert replace(made, recipe=replace(made.recipe, train=replace(made.recipe.train, max_steps=1))).steps == 1
+
+
+def test_the_batches_at_hand_are_those_of_the_feed() -> None:
+    """Two texts of 24 tokens fill a row of 48; a GPU holds two micro-batches, and a CPU the feed's ring of four."""
+    t = target()
+    made = estimate(t, train=TrainSpec(row_tokens=48, rows=2, accumulation=3, workers=1))
+    text = torch.arange(PROMPT + ANSWER), torch.ones(PROMPT + ANSWER, dtype=torch.bool)
+    bare = lay_texts([[text, text], [text, text]], 48)
+    source = SimpleNamespace(hidden_size=t.hidden_size, dtype=torch.float32)
+    batch = _with_states(bare, source, range(made.head.aux_layers), None)
+    held = sum(x.nbytes for x in vars(batch).values() if isinstance(x, torch.Tensor))
+    assert made.batch_bytes == pytest.approx(2 * held, rel=0.05)
+    here = replace(made, given=replace(made.given, device=replace(made.given.device, name="cpu")))
+    assert here.batch_bytes == pytest.approx(4 * held, rel=0.05)
+    online = replace(made, recipe=replace(made.recipe, features=FeaturesSpec(source="online")))
+    assert online.batch_bytes == pytest.approx(held, rel=0.05)
+    assert made.train_bytes == made.train_target_bytes + made.head_bytes + made.pass_bytes + made.batch_bytes
+
+
+@pytest.mark.slow
+def test_a_document_of_32k_tokens_fits_a_gpu_of_80_gb() -> None:
+    """EAGLE-3 of seven steps and 32,000 tokens for a target of Llama-3.1-8B's dimensions, with the target's weights in memory."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=2**17,
+    )
+    recipe = Recipe(
+        data=DataSpec(limit=100, max_length=2**15),
+        answers=AnswersSpec(regenerate=False),
+        train=TrainSpec(rows=1, row_tokens=2**15),
+        head=Eagle3Options(draft_vocab_size=32000),
+    )
+    shape = shape_of(config, 2)
+    given = replace(assume(recipe, shape, find_device("h100")), prompt=768, answer=32000)
+    made = make_estimate(recipe, shape, 100, given)
+    assert made.head.guessed == ""
+    assert 0.8 * made.given.device.memory < made.train_bytes < made.given.device.memory
 
 
 def test_times_follow_what_they_should() -> None:

@@ -10,7 +10,11 @@ from torch import Tensor
 
 from draftsmith.cli.main import main
 from draftsmith.data.batch import Tokenized
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
+from draftsmith.eval.conformance.recorded_drafts import record
+from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import is_head_config, load_head
 from draftsmith.heads.mtp.formats import load_native
@@ -22,6 +26,7 @@ from tests.batches import same_logits
 from tests.helpers import write_rows
 from tests.natives import NAMES, add_tensors, knowing_layer, native_model, save_native, set_keys
 
+FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 IDS = torch.arange(7, 60)
 """As many tokens as a layer 64 wide can know by heart."""
 
@@ -183,3 +188,20 @@ def test_a_target_without_a_layer_gets_one(split: bool, tmp_path: Path) -> None:
     assert same_logits(load_native(again, target), head, target)
     assert json.loads((again / "config.json").read_text())["num_nextn_predict_layers"] == 1
     assert load_target(str(again)).num_layers == 2
+
+
+def test_answers_and_drafts_are_those_of_transformers(tmp_path: Path) -> None:
+    """Its generate(use_mtp=True) decoded the same files: rounds are [root, draft, accepted]; half of the answer the layer knows."""
+    expected = json.loads((FIXTURES / "transformers_mtp" / "expected.json").read_text())
+    prompt, answer = expected["prompt"], expected["answer"]
+    model = native_model("glm4_moe", vocab_size=120, eos_token_id=None)
+    layer = knowing_layer(model, torch.tensor([*prompt, *answer][:40]), "after_norm")
+    target = load_target(str(save_native(tmp_path / "target", "glm4_moe", layer, model)))
+    drafter = EagleDrafter(load_native(tmp_path / "target", target).eval(), 1)
+    request = Request("one", "all", tuple(prompt), len(answer), ignore_eos=True)
+    decoded, (drafted,) = record(target, drafter, [request], Sampling(temperature=0.0), rows=1)
+    (generation,) = decoded.generations
+    assert generation.output_ids == answer
+    rounds = zip(generation.rounds, drafted, strict=True)
+    found = [[one.root, *draft.tokens, one.accepted] for one, draft in rounds]
+    assert found == expected["rounds"]

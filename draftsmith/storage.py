@@ -177,7 +177,7 @@ def atomic_directory(path: Path, elsewhere: str = ELSEWHERE) -> Iterator[Path]:
             mode = temporary.stat().st_mode & 0o666
             yield temporary
             for file in (*temporary.iterdir(), temporary):
-                if file.is_file():
+                if file.is_file() and file.stat().st_nlink == 1:  # one that is linked is somebody else's, too
                     file.chmod(mode)
                 flush(file)
             if path.exists():

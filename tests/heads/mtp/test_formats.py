@@ -158,6 +158,8 @@ def test_an_export_is_the_targets_directory_with_the_layer_in_it(
     folder = save_native(tmp_path / "target", "qwen3", layer, model)
     if split:
         sharded(folder)
+    for file in folder.iterdir():
+        file.chmod(0o640)
     target = load_target(str(folder), dtype="float32")
     head = load_native(folder, target)
     again = export_head(head, target, tmp_path / "same")
@@ -172,6 +174,7 @@ def test_an_export_is_the_targets_directory_with_the_layer_in_it(
     after = {span.name: hash_tensor(span) for span in read_directory(again)}
     assert {name for name in before if after[name] != before[name]} == {"mtp.fc.weight"}
     assert {span.name: hash_tensor(span) for span in read_directory(folder)} == before
+    assert {file.stat().st_mode & 0o777 for file in folder.iterdir()} == {0o640}
     served = load_target(str(again), dtype="float32")
     assert torch.equal(served.forward(IDS[None]).last, target.forward(IDS[None]).last)
     assert same_logits(load_native(again, served), load_head(again, target), target)

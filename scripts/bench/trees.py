@@ -44,7 +44,7 @@ TRAINING = {
     "head.mask_token_id": "null",
     "train.epochs": 3,
     "train.evaluations": 1,
-    "evaluate.per_slice": "null",
+    "evaluate.max_new_tokens": 64,
 }
 
 

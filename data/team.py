@@ -18,6 +18,10 @@ class Team(Protocol):
     def size(self) -> int:
         """How many processes there are."""
 
+    @property
+    def writes(self) -> bool:
+        """Whether this process keeps what it makes; another one that makes the same keeps it else."""
+
     def tell(self, make: Callable[[], Any]) -> Any:
         """Return the JSON value that rank 0 makes, on every process; the others wait for it."""
 
@@ -31,7 +35,7 @@ class Team(Protocol):
 class Alone:
     """A team of one process."""
 
-    rank, size = 0, 1
+    rank, size, writes = 0, 1, True
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -48,6 +52,27 @@ class Alone:
     def wait(self, ready: Callable[[], bool]) -> None:
         """Everything is ready: this process has made it."""
         assert ready(), "nobody else makes it"
+
+
+class Groups:
+    """A team whose members are groups of `size` processes, all of which make the same, as they share the layers of a target; the first
+    of each keeps it."""
+
+    def __init__(self, team: Team, size: int) -> None:
+        self._team = team
+        self.rank, self.size, self.writes = team.rank // size, team.size // size, team.rank % size == 0
+
+    def tell(self, make: Callable[[], Any]) -> Any:
+        """Return what rank 0 of all processes makes."""
+        return self._team.tell(make)
+
+    def tally(self, name: str, count: int) -> int:
+        """Add to a count what the first of a group has made."""
+        return self._team.tally(name, count if self.writes else 0)
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until something is ready."""
+        self._team.wait(ready)
 
 
 class SharedBar:

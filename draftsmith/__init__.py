@@ -95,7 +95,7 @@ def load_target(
         attn_implementation: attention code of transformers, "sdpa" or "eager".
         trust_remote_code: run code that comes with the checkpoint.
         gpus: GPUs from `device` on that its layers are spread over, for a target larger than one.
-        tensor_parallel: processes that share every layer, as many as `torchrun` has started; all of them call everything alike, and
+        tensor_parallel: processes that share every layer, of those that `torchrun` has started so many in a row; these call everything alike, and
             each has the states, logits and answers. `gpus` is then 1, and `device` "cuda" where there is a GPU.
 
     Raises:

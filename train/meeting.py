@@ -40,6 +40,7 @@ class Meeting:
 
     def __init__(self, here: World, output: TextIO) -> None:
         self.here, self.output = here, output
+        self.rank, self.size, self.writes = here.rank, here.size, True  # as a Team
         self.folder: Path | None = None
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._exchanges = 0
@@ -150,16 +151,6 @@ class Meeting:
         if not self._until(lambda: bool(self._store.check([done])), DATA, lambda: self._say(waiting + self._silent())):
             raise UserError(f"Rank 0 has kept {self.here} waiting for 7 days: see there whether it is still at work.")
         yield False
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-        return self.here.rank
-
-    @property
-    def size(self) -> int:
-        """How many processes there are."""
-        return self.here.size
 
     def tell(self, make: Callable[[], Any]) -> Any:
         """Return the JSON value that rank 0 makes, on every process; the others wait as in `first`."""

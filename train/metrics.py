@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -220,7 +221,10 @@ def evaluate_heldout(
             plain,
         )
 
-    return _sum_up(over_ranks(batches, look), train_steps, num_speculative_tokens)
+    idle = partial(
+        source.fill, [], [], head.reads.layer_ids
+    )  # which computes what others ask of a target that they share
+    return _sum_up(over_ranks(batches, look, idle), train_steps, num_speculative_tokens)
 
 
 def _sum_up(passes: Sequence[_Passed], train_steps: int, num_speculative_tokens: int) -> HeldOut:
@@ -284,7 +288,7 @@ def calibrate_best(
             c_BLK = acceptance(output, batch, target.head, head.draft_vocab, sampling).c_BLK
             return look(index, batch, output, c_BLK)
 
-        return over_ranks(batches, look_at)
+        return over_ranks(batches, look_at, partial(source.fill, [], [], head.reads.layer_ids))
 
     with drafting(head), torch.no_grad():
         report = head.calibrate(passes)

@@ -288,14 +288,18 @@ Item = TypeVar("Item")
 Found = TypeVar("Found")
 
 
-def over_ranks(items: Sequence[Item], look: Callable[[int, Item], Found]) -> list[Found]:
+def over_ranks(
+    items: Sequence[Item], look: Callable[[int, Item], Found], idle: Callable[[], None] = lambda: None
+) -> list[Found]:
     """Return, on every process, what `look` finds at each item and its number, in the order of `items`.
 
-    Each process looks at its share. What is found travels pickled: small, and on the CPU.
+    Each process looks at its share. What is found travels pickled: small, and on the CPU. idle: called where others have an item more.
     """
     together = distributed.is_available() and distributed.is_initialized()
     size, rank = (distributed.get_world_size(), distributed.get_rank()) if together else (1, 0)
     shares: list[Any] = [[look(i, items[i]) for i in range(rank, len(items), size)]]
+    if len(items) % size and rank >= len(items) % size:
+        idle()
     if size > 1:
         shares *= size
         distributed.all_gather_object(shares, shares[rank])

@@ -80,8 +80,9 @@ def regenerate(
                     tokens = team.tally(f"tokens in {path}", len(answer.output_ids))
                     shown.update(1)
                     bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
-                file.add(chunk, "".join(lines[i] for i in chunk).encode(), merge=team.rank == 0)
-            if team.rank == 0:
+                if team.writes:
+                    file.add(chunk, "".join(lines[i] for i in chunk).encode(), merge=team.rank == 0)
+            if team.writes and team.rank == 0:
                 shown.wait(file.merge)
                 file.finish()
         team.wait(path.exists)

@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from draftsmith.data.batch import CHUNK_BATCHES, Features, States, Tokenized, plan_passes
 from draftsmith.data.features.behind import Behind, HostCopies
@@ -30,6 +30,7 @@ from draftsmith.data.memory import map_tensors
 from draftsmith.data.team import Alone, SharedBar, Team
 from draftsmith.errors import UserError, first_line
 from draftsmith.progress import Bar, say
+from draftsmith.target.layers import sharers_of
 from draftsmith.target.target import Target, TargetHead, describe_context
 
 BATCH_TOKENS = 2048
@@ -64,7 +65,8 @@ def extract(
     begin = partial(_begin, target, samples, path, tuple(layer_ids), dtype, batch_tokens, shard_bytes)
     team.tell(begin)
     writer = FeatureWriter(path)
-    missing = {number for number in range(len(writer.shards)) if not writer.has(number)}
+    # As one process finds it: others write meanwhile, and processes that share a target make the same passes.
+    missing = set(team.tell(lambda: [number for number in range(len(writer.shards)) if not writer.has(number)]))
     lengths = writer.samples.lengths
     total, left = sum(lengths), sum(lengths[i] for number in missing for i in writer.shards[number])
     with Bar(total=total, initial=total - left, unit="tok", unit_scale=True, desc="extract") as bar:
@@ -82,8 +84,8 @@ def extract(
                 for batch in (batch for chunk in chunks for batch in chunk.batches):
                     passes.run(batch, rows)
                     behind.put(partial(shown.update, sum(lengths[i] for i in wanted.intersection(batch))))
-                    behind.put(partial(_write, writer, rows, own, merge=team.rank == 0))
-        if team.rank == 0:
+                    behind.put(partial(_write, writer, rows, own, team))
+        if team.writes and team.rank == 0:
             shown.wait(writer.merge)
             writer.finish()
     team.wait(lambda: is_complete(path))
@@ -163,8 +165,13 @@ class _Passes:
             states = compute_states(self._target, list(samples.values()), layer_ids, dtype)
             return self._copies.begin(by_tensor(states, layer_ids))
         except torch.OutOfMemoryError as error:
-            if len(samples) > 1:
+            if len(samples) > 1 and sharers_of(self._target.model) is None:
                 return None
+            if len(samples) > 1:  # others compute this pass, too
+                raise UserError(
+                    f"{self._target.device} has not the memory for a pass of features.batch_tokens: {self._spec.batch_tokens} "
+                    f"({first_line(error)[:200]}), which processes that share a target do not take in halves: lower it."
+                ) from error
             (sample,) = samples.values()
             raise UserError(
                 f"{self._target.device} has not the memory for a pass over the {len(sample.ids)} tokens of {sample.sample_id!r} "
@@ -189,12 +196,14 @@ def _receive(rows: dict[int, Rows], samples: dict[int, Tokenized], states: Rows,
         rows[number] = own | {name: part[at] for name, part in parts.items()}
 
 
-def _write(writer: FeatureWriter, rows: dict[int, Rows], left: list[int], *, merge: bool) -> None:
+def _write(writer: FeatureWriter, rows: dict[int, Rows], left: list[int], team: Team) -> None:
     """Write those of the shards that are left for which all samples have come."""
     for number in [shard for shard in left if all(i in rows for i in writer.shards[shard])]:
-        writer.write(number, [rows.pop(i) for i in writer.shards[number]])
+        made = [rows.pop(i) for i in writer.shards[number]]
+        if team.writes:
+            writer.write(number, made)
         left.remove(number)
-        if merge:
+        if team.writes and team.rank == 0:
             writer.merge()
 
 
@@ -262,10 +271,25 @@ class OnlineSource:
         return sample.ids.long(), sample.mask.bool()
 
     def fill(self, indices: Sequence[int], places: Sequence[States], layer_ids: Sequence[int]) -> None:
-        """Compute the states of samples into their places, in as few forward passes as batch_tokens allows."""
+        """Compute the states of samples into their places, in as few forward passes as batch_tokens allows.
+
+        Processes that share the target call it together, each with samples of its own, or none: all of them compute the passes of
+        each in turn. So the head's work is divided as ever, and the target's passes are those of one process.
+        """
+        sharers, asked, own_turn = sharers_of(self._target.model), [list(indices)], 0
+        if sharers is not None:
+            asked, own_turn = asked * sharers.size(), sharers.rank()
+            distributed.all_gather_object(asked, list(indices), group=sharers)
+        for turn, numbers in enumerate(asked):
+            self._compute(numbers, places if turn == own_turn else None, layer_ids)
+
+    def _compute(self, indices: list[int], places: Sequence[States] | None, layer_ids: Sequence[int]) -> None:
+        """Compute the states of samples into their places; None for those of another process."""
         for batch in plan_passes([self.lengths[i] for i in indices], self._batch_tokens):
             samples = [self._samples[indices[at]] for at in batch]
             states, start = compute_states(self._target, samples, tuple(layer_ids), self.dtype), 0
+            if places is None:
+                continue
             for at, sample in zip(batch, samples, strict=True):
                 own = slice(start, start + len(sample.ids))
                 places[at].copy_(map_tensors(itemgetter(own), states))

@@ -63,6 +63,8 @@ def regenerate(own: Namespace, words: list[str]) -> int:
     if not session.recipe.answers.regenerate:
         raise UserError("answers.regenerate is false in this recipe: set it to true to let the target answer.")
     launch = launching.check_launching(session, own.launch, "regenerate")
+    if not launch:
+        session.share_target()
     if world().main:  # the others read no conversations but those that they answer
         look_at(session, session.conversations, learned=False)
     if launch:
@@ -79,8 +81,7 @@ def extract(own: Namespace, words: list[str]) -> int:
     if session.recipe.features.source == "online":
         raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
     launch = launching.check_launching(session, own.launch, "extract")
-    if world().main:
-        preflight(session, "extract")
+    _check(session, "extract", launched=launch is not None)
     if launch:
         launching.launch(session, launch, "extract", words)
     else:
@@ -94,12 +95,22 @@ def train(own: Namespace, words: list[str]) -> int:
     session = _session("train", words, own.redo)
     launching.check_script(own.script, session.recipe.method)
     launch = launching.check_launching(session, own.launch, "train")
-    if world().main:
-        preflight(session, "train")
+    _check(session, "train", launched=launch is not None)
     if launch and not launching.train(session, launch, words):
         return 0
-    _put(make_stages(session, "train").head)
+    shared = launch is not None and session.recipe.target.tensor_parallel > 1  # which this process cannot open alone
+    _put(session.recipe.run_dir / "train" / "best" if shared else make_stages(session, "train").head)
     return 0
+
+
+def _check(session: Session, command: str, *, launched: bool) -> None:
+    """Find mistakes in a recipe, in one process. launched: others carry the command out, who check it where they alone can load the
+    target, between them."""
+    if launched and session.recipe.target.tensor_parallel > 1:
+        return
+    session.share_target()
+    if world().main:
+        preflight(session, command)
 
 
 def _put(result: object) -> None:

@@ -55,7 +55,22 @@ def check_launching(session: Session, config: str | None, command: str) -> Launc
     launch = check_config(session.recipe.train, config, session.device)
     if _spreads(session, launch):
         _check_spread(session.recipe, command)
+    if (shared := session.recipe.target.tensor_parallel) > 1:
+        _check_groups(launch, shared, command)
     return launch
+
+
+def _check_groups(launch: Launch, shared: int, command: str) -> None:
+    """Raise UserError where the processes of a launch are no groups that share a target, or this one would need it when they are done."""
+    if command == "run":
+        raise UserError(
+            f"target.tensor_parallel is {shared}, but `draftsmith run` measures the head in one process: train with `draftsmith train`, and "
+            "evaluate with target.gpus in its place."
+        )
+    if launch.processes % shared:
+        raise UserError(
+            f"target.tensor_parallel is {shared}, but {launch.config} has num_processes: {launch.processes}: take a multiple of {shared}."
+        )
 
 
 def _spreads(session: Session, launch: Launch) -> bool:
@@ -146,7 +161,7 @@ def train(session: Session, launch_: Launch, words: list[str]) -> bool:
     save a checkpoint. words: the recipe's, for the processes.
     """
     session.processes = launch_.processes
-    if learned(session):
+    if session.recipe.target.tensor_parallel == 1 and learned(session):
         return not launch_.machine
     if _spreads(session, launch_) and not launch_.machine:
         # Here; the processes train from the store, for which they load no layers.

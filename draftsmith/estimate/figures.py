@@ -167,11 +167,19 @@ class Estimate:
         return self.samples * (target.forward_flops(given.prompt) + given.answer * target.step_flops(self.context))
 
     @property
+    def target_bytes(self) -> float:
+        """Memory of the target's weights on a GPU. Processes that split its layers have its embeddings and output projection whole, too."""
+        spec = self.recipe.target
+        whole = self.target.end_bytes if spec.tensor_parallel > 1 else 0
+        return self.target.weight_bytes / (spec.gpus * spec.tensor_parallel) + whole
+
+    @property
     def answer_bytes(self) -> float:
         """Memory of answering: the weights, and keys and values for the longest row of a batch in every row."""
         longest = 0 if self.recipe.answers.servers else min(self.recipe.data.max_length, self.target.context)
         cached = self.recipe.answers.batch * longest * self.target.kv_bytes
-        return (self.target.weight_bytes + cached) / self.recipe.target.gpus
+        spec = self.recipe.target
+        return self.target_bytes + cached / (spec.gpus * spec.tensor_parallel)
 
     @property
     def answer_file_bytes(self) -> int:
@@ -200,7 +208,7 @@ class Estimate:
     def feature_bytes(self) -> float:
         """Memory of extraction: the weights, and the states of a chunk of passes."""
         states = CHUNK_BATCHES * self.recipe.features.batch_tokens * self.store_bytes / self.tokens
-        return self.target.weight_bytes / self.recipe.target.gpus + states
+        return self.target_bytes + states
 
     @property
     def text(self) -> TextCost:
@@ -282,7 +290,7 @@ class Estimate:
         needed = find_method(self.recipe.method).needs_layers(self.recipe.head)
         if self.recipe.features.source == "store" and self.given.gpus > 1 and not needed:
             return self.target.end_bytes
-        return self.target.weight_bytes / self.recipe.target.gpus
+        return self.target_bytes
 
     @property
     def head_bytes(self) -> float:

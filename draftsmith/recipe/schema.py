@@ -32,9 +32,18 @@ class TargetSpec:
     """Run code that comes with the checkpoint."""
     gpus: int = field(default=1, metadata=LATER | within(1, 64))
     """GPUs that hold the target's layers together, from `device` on, for a target larger than one GPU; states meet on the first."""
+    tensor_parallel: int = field(default=1, metadata=LATER | within(1, 64))
+    """Processes, with a GPU each, that split every layer of the target: all that are started, or groups of so many."""
 
     def __post_init__(self) -> None:
         check_fields(self, "target.")
+        one = min(self.gpus, self.tensor_parallel) == 1
+        require(
+            one,
+            "target.gpus",
+            self.gpus,
+            "but target.tensor_parallel takes a GPU for each process: leave one of the two out",
+        )
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ from draftsmith.data.features.columns import StoredSamples
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.data.features.index import read_index
 from draftsmith.data.features.store import FeatureSource, FeatureStore
-from draftsmith.data.team import Alone, Team
+from draftsmith.data.team import Alone
 from draftsmith.errors import UserError
 from draftsmith.fields import fingerprint_fields
 from draftsmith.heads.base import layer_ids_of
 from draftsmith.heads.layers.from_target import final_norm_weight
 from draftsmith.progress import say
-from draftsmith.stages.session import Session, team
+from draftsmith.stages.session import Session, makers, team
 from draftsmith.target.parts import PARTS, write_parts
 from draftsmith.train.process import world
 
@@ -85,6 +85,11 @@ def answers_stage(session: Session) -> Path | None:
         inputs = answer_inputs(session)
         # Only where some are named is it looked up twice whether the answers are there: a finished run needs no server.
         asked = spec.servers if spec.servers and not session.data.holds("answers", inputs) else []
+        if asked and session.recipe.target.tensor_parallel > 1:
+            raise UserError(
+                f"target.tensor_parallel is {session.recipe.target.tensor_parallel}, but one process compares the answers of answers.servers "
+                "with the target's own: make them with target.gpus in its place, then go on with this recipe."
+            )
         servers.extend(AnswerServer(url, [spec.served_name or session.target_path]) for url in asked)
         _grow(session, "answers", inputs, _DATA["answers"])
         if done := session.begin("answers", inputs):
@@ -97,7 +102,7 @@ def answers_stage(session: Session) -> Path | None:
     if not (spec.servers and ours.rank):
         session.load_layers()
         before = len(session.warnings)
-        started = _answer(session, path, servers, ours)
+        started = _answer(session, path, servers)
     ours.tell(lambda: _finish_answers(session, path, servers, time.perf_counter() - started, before, resumed=resumed))
     return path
 
@@ -115,7 +120,7 @@ def _warn_again(session: Session, stage: str) -> None:
         session.warn(text)
 
 
-def _answer(session: Session, path: Path, servers: Sequence[AnswerServer], ours: Team) -> float:
+def _answer(session: Session, path: Path, servers: Sequence[AnswerServer]) -> float:
     """Make the answers; return when that began."""
     recipe, spec = session.recipe, session.recipe.answers
     prompts = prepare_prompts(
@@ -144,7 +149,7 @@ def _answer(session: Session, path: Path, servers: Sequence[AnswerServer], ours:
         batch=spec.batch,
         servers=servers,
         kept=session.data.kept("answers", _DATA["answers"]),
-        team=Alone() if spec.servers else ours,
+        team=Alone() if spec.servers else makers(recipe),
     )
     session.target.kept_passes = None  # whose memory the training needs
     return started
@@ -297,7 +302,7 @@ def features_stage(
             batch_tokens=spec.batch_tokens,
             shard_bytes=spec.shard_mb * 2**20,
             kept=next((file.parent for file in session.data.kept("features", _DATA["features"])), None),
-            team=ours,
+            team=makers(session.recipe),
         )
 
         def finish() -> None:

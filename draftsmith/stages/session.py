@@ -16,11 +16,12 @@ import draftsmith
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.templates import check_template_keys, check_tokenizer, load_tokenizer
 from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
-from draftsmith.data.team import Alone, Team
+from draftsmith.data.team import Alone, Groups, Team
 from draftsmith.errors import UserError
 from draftsmith.heads.base import layer_ids_of
 from draftsmith.heads.formats.engines import Again
 from draftsmith.heads.formats.recognise import refuse_head
+from draftsmith.heads.layers.from_target import final_norm_weight
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.warm_start import adopt_options
@@ -33,7 +34,7 @@ from draftsmith.stages.run import RunDirectory
 from draftsmith.storage import fingerprint
 from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.identity import TargetIdentity
-from draftsmith.target.parts import PARTS, TargetParts, open_parts
+from draftsmith.target.parts import PARTS, SharedTarget, TargetParts, open_parts
 from draftsmith.target.pretrained import weights_directory
 from draftsmith.target.target import Target, describe_context
 from draftsmith.train.meeting import meeting
@@ -106,9 +107,34 @@ class Session:
                 "which no layers are loaded."
             )
         own = {"path": path or self.target_path, "dtype": dtype, "device": self.device}
+        if shared := self.recipe.target.tensor_parallel > 1:
+            self._check_shared()
+            own["device"] = torch.device(self.device).type  # the GPU of this process
         target = draftsmith.load_target(**asdict(self.recipe.target) | own)
         self._tell_context(target)
-        return target
+        return SharedTarget(target, final_norm_weight(target)) if shared else target
+
+    def _check_shared(self) -> None:
+        """Raise UserError for a head that needs the target's layers as they are, which are split."""
+        recipe, processes = self.recipe, self.recipe.target.tensor_parallel
+        if find_method(recipe.method).needs_layers(recipe.head):
+            raise UserError(
+                f"target.tensor_parallel is {processes}, but heads of method: {recipe.method} take the target's layers whole: set "
+                "target.gpus in its place."
+            )
+        if world().size == 1:
+            raise UserError(
+                f"target.tensor_parallel is {processes}, but this is one process: `draftsmith regenerate`, `extract` and `train` take "
+                "--launch or torchrun; for all else set target.gpus in its place."
+            )
+
+    def share_target(self) -> None:
+        """Load a target that processes share, which all of them do at once. Then one alone may look at it, but for passes."""
+        if self.recipe.target.tensor_parallel > 1:
+            # As rank 0 decides, who alone knows what is to be made again.
+            stored = team().tell(lambda: self._target_of_store() is not None)
+            parts = self._target_of_store() if stored else None
+            self.__dict__["target"] = parts or self.load_target(self.recipe.target.dtype)
 
     def _tell_context(self, target: Target) -> None:
         if (words := describe_context(target.config)) != str(target.context_length):
@@ -320,3 +346,9 @@ def choose_device(named: str) -> str:
 def team() -> Team:
     """Return the processes that share the work of this command."""
     return meeting() or Alone()
+
+
+def makers(recipe: Recipe) -> Team:
+    """Return who shares out what the target makes: processes, or groups of them that share the target."""
+    size = recipe.target.tensor_parallel
+    return team() if size == 1 else Groups(team(), size)

@@ -67,10 +67,10 @@ def spread(path: str, config: Any, first: torch.device, count: int, trust_remote
 
 
 def share(path: str, config: Any, processes: int, device: torch.device, gpus: int) -> Any:
-    """Return what tells transformers to split every layer over the processes that were started, each of which gets a GPU where there are
-    any.
+    """Return what tells transformers to split every layer over so many processes, each of which gets a GPU where there are any. Of more
+    that were started, each group of so many in a row holds the target.
 
-    Raises UserError where another number of them was started, for another device or several GPUs for each, and for a target that
+    Raises UserError where no multiple of them was started, for another device or several GPUs for each, and for a target that
     cannot be split so.
     """
     if gpus > 1:
@@ -81,10 +81,10 @@ def share(path: str, config: Any, processes: int, device: torch.device, gpus: in
             f"tensor_parallel is {processes} and device {str(device)!r}, but each process takes a "
             f"{'GPU by its LOCAL_RANK' if kind == 'cuda' else 'CPU'}: set device to {kind!r}."
         )
-    if (started := int(os.environ.get("WORLD_SIZE", "1"))) != processes:
+    if (started := int(os.environ.get("WORLD_SIZE", "1"))) % processes:
         raise UserError(
             f"tensor_parallel is {processes}, but {started} process{'es were' if started > 1 else ' was'} started: start "
-            f"{processes}, such as with `torchrun --nproc_per_node {processes}`."
+            f"{processes}, such as with `torchrun --nproc_per_node {processes}`, or a multiple of that."
         )
     text, cannot = config.get_text_config(decoder=True), f"The target {path} cannot be split over {processes} processes"
     if not getattr(text, "base_model_tp_plan", None):
@@ -98,7 +98,19 @@ def share(path: str, config: Any, processes: int, device: torch.device, gpus: in
         raise UserError(f"{cannot}: its {odd} {what} are no multiple of that; take a divisor of {odd}.")
     from transformers.distributed import DistributedConfig
 
-    return DistributedConfig(tp_size=processes)
+    class Groups(DistributedConfig):
+        """Groups in the mesh of all processes, in each of which the weights are as they are for one: FSDP, which `dp_size` would
+        ask for, has no part in them."""
+
+        dp_size = 1
+
+    return Groups(tp_size=processes, dp_replicate_size=started // processes)
+
+
+def sharers_of(model: Any) -> Any:
+    """Return the group of processes that hold a model's layers together, None for one that this process has to itself."""
+    meshes = getattr(model, "_mesh_manager", None)
+    return None if meshes is None else meshes.get_mesh("tp").get_group()
 
 
 def gathered(weight: Tensor) -> Tensor:

@@ -102,6 +102,26 @@ class TargetParts(Target):
         return TargetOutput(torch.cat(aux, -1) if aux else last[..., :0], last)
 
 
+class SharedTarget(Target):
+    """A target whose layers this process shares with others, once all of them have asked it for what heads want to know of any: the
+    states of the tokens of `probe_ids`, and its final norm. So one process may make a head alone; any other pass takes all of them.
+
+    final_norm: [Ht] what `final_norm_weight` found, None for nothing.
+    """
+
+    def __init__(self, target: Target, final_norm: Tensor | None) -> None:
+        vars(self).update(vars(target))
+        self.final_norm, self._ids = final_norm, probe_ids(target)
+        self._probe = target.forward(self._ids, layer_ids=tuple(range(target.num_layers)))
+
+    def forward(self, input_ids: Tensor, *, layer_ids: tuple[int, ...] = (), **others: Any) -> TargetOutput:
+        """As `Target.forward`, where the probe's states are known."""
+        if others or input_ids.shape != self._ids.shape or not torch.equal(input_ids, self._ids):
+            return super().forward(input_ids, layer_ids=layer_ids, **others)
+        streams = self._probe.aux.unflatten(-1, (self.num_layers, self.hidden_size))
+        return TargetOutput(streams[..., list(layer_ids), :].flatten(-2), self._probe.last)
+
+
 @torch.no_grad()
 def write_parts(target: Target, file: Path, layer_ids: Sequence[int], final_norm: Tensor | None) -> None:
     """Write what heads that read these layers need of a target. Writes nothing where its folder does not hold its embeddings and

@@ -352,7 +352,7 @@ def load_target(
         attn_implementation: of transformers; a class that has no "sdpa" gets "eager".
         trust_remote_code: run code that comes with the model.
         gpus: GPUs from `device` on that its layers are spread over; its states meet on the first.
-        tensor_parallel: processes that share every layer; all of them call everything alike.
+        tensor_parallel: processes that share every layer, of more each group of so many; all of a group call everything alike.
 
     Raises:
         UserError: for a path, file or architecture that cannot be used.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.errors import UserError
-from draftsmith.target.parts import TargetParts
+from draftsmith.target.parts import SharedTarget, TargetParts
 from draftsmith.target.pretrained import is_close, probe_ids
 from draftsmith.target.target import Target
 
@@ -152,7 +152,7 @@ def start_norm(norm: nn.Module, target: Target, scale: float = 1.0) -> float:
         The factor that the projection still needs: 1 where the norm has taken `scale`.
     """
     weight = norm.weight
-    target_weight = target.final_norm if isinstance(target, TargetParts) else final_norm_weight(target)
+    target_weight = final_norm_weight(target)
     if target_weight is None or not isinstance(weight, Tensor) or weight.shape != target_weight.shape:
         return scale
     size = float(2 ** (sizes(target)[0] / target_weight.square().mean().sqrt()).log2().round())
@@ -168,6 +168,8 @@ def final_norm_weight(target: Target) -> Tensor | None:
     It is measured and not looked up, as some architectures store w - 1: a run over a few tokens shows what the norm was
     given and what it made of it.
     """
+    if isinstance(target, TargetParts | SharedTarget):
+        return target.final_norm
     seen: list[tuple[Tensor, Any]] = []
 
     def note(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -99,7 +99,13 @@ class TinyRun:
 
 def launch_two(script: list[str], environment: Mapping[str, str]) -> str:
     """Run a script in two processes; return the end of what they said."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *script]
+    return launch_several(2, script, environment)
+
+
+def launch_several(processes: int, script: list[str], environment: Mapping[str, str]) -> str:
+    """Run a script in so many processes; return the end of what they said."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command = [sys.executable, *launcher, *script]
     env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     done = subprocess.run(command, cwd=ROOT, env=env, timeout=480, capture_output=True, text=True, check=False)
     return done.stderr[-4000:]

@@ -250,7 +250,14 @@ COMMANDS: dict[str, Command] = {
     ),
     "import": Command(
         "take the MTP layer out of the target's own files as a head, and measure which of the target's states it reads",
-        (Option("--output", "FOLDER", "The folder of the head; import in the run directory if left out.", Path),),
+        (
+            Option(
+                "--output",
+                "FOLDER",
+                "The folder of the head; that of the run with -import behind its name if left out.",
+                Path,
+            ),
+        ),
         "actions:import_native",
     ),
     "inspect": Command("show conversations with the supervised tokens in colour", (_COUNT, REDO)),

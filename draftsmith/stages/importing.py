@@ -28,12 +28,13 @@ STATES = {"after_norm": "behind the target's final norm", "before_norm": "before
 
 
 def import_layer(session: Session, folder: Path | None = None) -> Path:
-    """Write the target's own MTP layer as a head to a folder, by default `import` in the run directory, and return the folder.
+    """Write the target's own MTP layer as a head to a folder, by default one beside the run directory, and return the folder.
 
     Both states are measured on the recipe's conversations, or its answers where these are finished; the one with more first drafts
     that are the target's choice is kept. Raises UserError for a target without such a layer, or with one that is not computed here.
     """
-    folder, target = folder or session.recipe.run_dir / "import", session.target
+    run_dir, target = session.recipe.run_dir, session.target
+    folder = folder or run_dir.with_name(f"{run_dir.name}-import")
     check_replaceable(folder, (CONFIG, WEIGHTS, IMPORTED))
     if target.directory is None:
         raise UserError(

@@ -86,8 +86,8 @@ def test_import_measures_both_states_and_writes_the_better_one(
     words += ["--data.heldout", "1", "--answers.regenerate", "false", "--output_dir", str(tmp_path / "run")]
     assert main(["import", *words]) == 0
     captured = capsys.readouterr()
-    assert captured.out.splitlines()[-1] == str(tmp_path / "run" / "import")
-    record = json.loads((tmp_path / "run" / "import" / "import.json").read_text())
+    assert captured.out.splitlines()[-1] == str(tmp_path / "run-import")
+    record = json.loads((tmp_path / "run-import" / "import.json").read_text())
     both = record["agreement"]
     assert list(both) == ["after_norm", "before_norm"]
     assert record["target_state"] == max(both, key=lambda one: both[one])
@@ -96,7 +96,7 @@ def test_import_measures_both_states_and_writes_the_better_one(
     assert all(f"{share:.1%}" in line for share in both.values())
     assert line.endswith(f"the head reads {record['target_state']}")
     target = load_target(str(folder))
-    head = load_head(tmp_path / "run" / "import", target)
+    head = load_head(tmp_path / "run-import", target)
     assert head.options.target_state == record["target_state"]
     assert (head.target_norm is not None) == (record["target_state"] == "before_norm")
 

@@ -156,6 +156,17 @@ class NativeSchema(Schema):
         own = {
             name: value for name, value in export.head.state_dict().items() if name not in (EMBEDDING, "target_norm")
         }
+        strange = [
+            span.name
+            for span in spans.values()
+            if prefix and span.name.startswith(prefix) and span.name.removeprefix(prefix) not in _COPIES
+            if span.name not in rows.values() or span.dtype not in FLOAT_TYPES
+        ]
+        if strange:
+            raise UserError(
+                f"The target {target.path} holds {strange[0]}, so its own MTP layer is of another kind or quantized, and this head cannot "
+                "take its place: measure it with draftsmith evaluate, or train the method eagle3."
+            )
         dtypes = {FLOAT_TYPES[spans[theirs].dtype] for name in own if (theirs := rows[name]) in spans}
         dtype = dtypes.pop() if len(dtypes) == 1 else export.dtype
         config = self.values(export) if folder is None else read_config(folder)

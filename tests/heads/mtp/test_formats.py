@@ -24,6 +24,7 @@ from draftsmith.target.folder import hash_tensor, read_directory
 from draftsmith.target.target import Target, load_target
 from tests.batches import same_logits
 from tests.helpers import write_rows
+from tests.models import make_target
 from tests.natives import NAMES, add_tensors, knowing_layer, native_model, save_native, set_keys
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
@@ -208,3 +209,26 @@ def test_answers_and_drafts_are_those_of_transformers(tmp_path: Path) -> None:
     rounds = zip(generation.rounds, drafted, strict=True)
     found = [[one.root, *draft.tokens, one.accepted] for one, draft in rounds]
     assert found == expected["rounds"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"mtp.layers.0.mlp.gate.weight": torch.ones(4, 64)}, {"mtp.fc.weight": torch.ones(64, 128, dtype=torch.int8)}],
+)
+def test_a_layer_of_another_kind_is_not_replaced(other: dict[str, Tensor], tmp_path: Path) -> None:
+    model = native_model("qwen3")
+    folder = save_native(tmp_path / "target", "qwen3", {}, model)
+    add_tensors(folder, other)
+    target = Target(model, path="tiny", fingerprint="0", directory=folder)
+    with pytest.raises(
+        UserError, match=f"holds {next(iter(other))}, so its own MTP layer is of another kind or quantized"
+    ):
+        export_head(build(MtpOptions(qk_norm=True), target, None), target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_states_before_a_norm_that_subtracts_the_mean_cannot_be_read() -> None:
+    with pytest.raises(
+        UserError, match=r"head\.target_state is 'before_norm', but the states before the final norm of tiny"
+    ):
+        build(MtpOptions(target_state="before_norm"), make_target("cohere", num_hidden_layers=2), None)

@@ -253,7 +253,9 @@ def samples_at_hand(session: Session, count: int) -> list[Tokenized]:
     own = session.recipe.answers.regenerate
     finished = own and session.data.holds("answers", answer_inputs(session))
     if own and not finished:
-        say("inspect: answers.regenerate is true, so the target's own answers will replace those shown here")
+        say(
+            "answers.regenerate is true, but the target's own answers are not made yet: those of the data stand here for them"
+        )
     return load_samples(session, answers_file(session) if finished else None, count)
 
 

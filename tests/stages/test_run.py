@@ -383,7 +383,7 @@ def test_inspect_shows_the_recipes_own_answers_or_the_data(
     workplace: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", *options(workplace, finished), "--count", "1"]) == 0
-    printed, replaced = capsys.readouterr(), "the target's own answers will replace those shown here"
+    printed, replaced = capsys.readouterr(), "those of the data stand here for them"
     assert "question" in printed.out
     assert replaced not in printed.err
     other = tmp_path / "other.jsonl"

@@ -220,9 +220,10 @@ class BlockHead(DraftHead):
     ) -> Tensor:
         """Return the states [R, S, H] of the blocks of the query rows, before the final norm. known: see `filled`."""
         S, rows = slots, plan.rows
-        text_RS = torch.stack(tokens_before(batch, [rows] * (1 if known is None else S)), 1)
-        tokens_RS = self.block_tokens(text_RS[:, 0], S)
+        root_R, *others = tokens_before(batch, [rows] * (1 if known is None else S))
+        tokens_RS = self.block_tokens(root_R, S)
         if known is not None:
+            text_RS = torch.stack([root_R, *others], 1)
             shown_RS = torch.arange(S, device=rows.device) < known(rows)[:, None]
             tokens_RS = torch.where(shown_RS, text_RS, tokens_RS)
         x_RSH = self._embed(tokens_RS)

@@ -22,8 +22,6 @@ from draftsmith.storage import atomic_directory, write_json
 from draftsmith.target.target import Target
 
 _ORIGINAL, _ADDED, _PEFT = ".parametrizations.weight.original", ".parametrizations.weight.0.", "base_model.model."
-_KEPT = ("lm_head", "embed_tokens")
-"""Parts of names of matrices as long as a vocabulary, which stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -57,30 +55,27 @@ def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def adapt(head: DraftHead, adapter: DraftAdapter) -> DraftHead:
-    """Freeze `head`, and have an adapter trained on each of its matrices but those as long as a vocabulary; return it.
+    """Freeze `head`, and have an adapter trained on each of its linear layers but those as long as a vocabulary; return it.
 
-    It computes the same until the adapter has learned. Raises UserError for a head without such matrices, and for one that tunes
-    its target by an adapter already.
+    Other weights (a GRU's, codebooks, kernels, norms) stay as they are. It computes the same until the adapter has learned. Raises
+    UserError for a head without such layers, and for one that tunes its target by an adapter already.
     """
+    tokens = {len(x) for x in (head.draft_vocab,) if x is not None} | {getattr(head.config, "vocab_size", None)}
     layers = [
-        (name, one)
+        one
         for name, one in head.named_modules()
-        if isinstance(one, nn.Linear) and not _is_kept(f"{name}.weight")
+        if isinstance(one, nn.Linear) and "lm_head" not in name and one.out_features not in tokens
     ]
     if not layers or "tuned" in head.trains.outputs:
-        why = "tunes its target by an adapter of its own" if layers else "has no matrices to adapt"
+        why = "tunes its target by an adapter of its own" if layers else "has no linear layers to adapt"
         raise UserError(f"train.lora_rank is {adapter.rank}, but this {head.method} head {why}: leave it out.")
     head.requires_grad_(False)
-    for _, layer in layers:
+    for layer in layers:
         parametrize.register_parametrization(layer, "weight", _Added(layer.weight, adapter.rank, adapter.alpha))
     # Factors are no full matrices, which Muon would orthogonalise.
     head.trains = replace(head.trains, no_muon=(*head.trains.no_muon, "lora_"))
     head.__dict__["adapter"] = adapter
     return head
-
-
-def _is_kept(name: str) -> bool:
-    return any(part in name for part in _KEPT)
 
 
 def adapter_of(head: DraftHead) -> DraftAdapter | None:

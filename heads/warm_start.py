@@ -5,7 +5,9 @@ differ, in `WARM_FROM` which other methods have heads with tensors of the same n
 in `check_adopted`.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,11 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str, resi
     other fields whose values differ from the head's.
     """
     made_of, adopted, apart = _made_of(head, target), {}, []
+    if resize and made_of.get("lm_head_rank") is not None and getattr(options, "draft_vocab_size", None) is not None:
+        raise UserError(
+            f"head.draft_vocab_size is {options.draft_vocab_size}, but the head that train.warm_start names ({name}) has a projection of "
+            "low rank, whose rows of new tokens nothing gives: leave it null, or start from a head with a whole one."
+        )
     for key in (field.name for field in fields(options)):
         asked = getattr(options, key)
         if key in getattr(options, "TRAINING", ()) or key not in made_of or asked == made_of[key]:
@@ -36,9 +43,7 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str, resi
             continue
         if asked is None:
             adopted[key] = made_of[key]
-        elif resize and key in RESIZED:
-            _check_resized(key, asked, made_of, target, name)
-        else:
+        elif not (resize and key in RESIZED):
             apart.append(key)
     if apart:
         asked_for = ", ".join(f"head.{key} is {_shown(getattr(options, key))}" for key in apart)
@@ -51,22 +56,6 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str, resi
     if (check := getattr(options, "check_adopted", None)) is not None:
         check()
     return options
-
-
-def _check_resized(key: str, asked: int, made_of: dict[str, Any], target: Target, name: str) -> None:
-    """Raise UserError where rows of tokens could not be told from others, or not be made."""
-    if key != "draft_vocab_size":
-        return
-    if made_of.get("lm_head_rank") is not None:
-        raise UserError(
-            f"head.draft_vocab_size is {asked}, but the head that train.warm_start names ({name}) has a projection of low rank, whose "
-            "rows of new tokens nothing gives: leave it null, or start from a head with a whole one."
-        )
-    widths = {value for other, value in made_of.items() if other != key and type(value) is int} | {target.hidden_size}
-    for size in {asked, made_of[key]} & widths:
-        raise UserError(
-            f"train.resize: a draft vocabulary of {size} tokens is as wide as a layer: take one token more or less."
-        )
 
 
 def restart(
@@ -85,12 +74,14 @@ def restart(
     both have stay, and what the old one has not starts as in a new head.
     """
     method = method or head.method
+    spec = {**head.describe(), "options": asdict(options), "layer_ids": list(head.reads.layer_ids)}
+    vocab = draft_vocab if resize else head.draft_vocab
+    make = partial(find_method(method).load, spec, target)
+    new, tensors = make(vocab), head.state_dict()
     if resize:
-        new = find_method(method).build(options, target, draft_vocab)
-        tensors = _resized(head, new, target.vocab_size)
-    else:
-        spec = {**head.describe(), "options": asdict(options), "layer_ids": list(head.reads.layer_ids)}
-        new, tensors = find_method(method).load(spec, target, head.draft_vocab), head.state_dict()
+        tensors = _resized(
+            head, find_method(method).build(options, target, vocab).state_dict(), vocab, make, target.vocab_size
+        )
     for name, parameter in new.named_parameters():
         if name == EMBEDDING and parameter.requires_grad:
             # A shared one would be trained in the target, too.
@@ -99,23 +90,36 @@ def restart(
     return new
 
 
-def _resized(head: DraftHead, new: DraftHead, vocab_size: int) -> dict[str, Tensor]:
-    """Return the state dict of `new` with all that `head` knows of it."""
-    ours, tensors = head.state_dict(), new.state_dict()
-    every = torch.arange(vocab_size, device=next(new.parameters()).device)
-    old, ids = (every if one.draft_vocab is None else one.draft_vocab for one in (head, new))
+def _resized(
+    head: DraftHead,
+    fresh: dict[str, Tensor],
+    vocab: Tensor | None,
+    make: Callable[[Tensor], DraftHead],
+    vocab_size: int,
+) -> dict[str, Tensor]:
+    """Return the state dict `fresh` of a new head with all that `head` knows of it. make: a head of a draft vocabulary."""
+    ours, of_tokens = head.state_dict(), frozenset[str]()
+    device = next(iter(fresh.values())).device
+    every = torch.arange(vocab_size, device=device)
+    old, ids = (every if one is None else one.to(device) for one in (head.draft_vocab, vocab))
     at = torch.searchsorted(old, ids).clamp(max=len(old) - 1)
     known = old[at] == ids  # [W]
-    for name, value in tensors.items():
+    if head.draft_vocab is not None or vocab is not None:
+        # What has a row for each of its tokens is shorter in a head of one token less, whatever else is as long.
+        less = make(ids[:-1]).state_dict()
+        of_tokens = frozenset(name for name, value in fresh.items() if less[name].shape != value.shape)
+    tensors = dict(fresh)
+    for name, value in fresh.items():
         mine = ours.get(name)
-        if mine is None or name == "draft_vocab":
-            continue
-        if value.shape[:1] == ids.shape and mine.shape[:1] == old.shape and name != EMBEDDING:
-            rows = value.detach().clone()
-            rows[known] = mine[at[known]]
-            tensors[name] = rows
-        elif mine.shape == value.shape:
+        if name in of_tokens and mine is not None and name != "draft_vocab":
+            tensors[name] = value.detach().clone()
+            tensors[name][known] = mine[at[known]].to(value)
+        elif mine is not None and mine.shape == value.shape and name not in of_tokens:
             tensors[name] = mine
+        elif mine is not None and mine.ndim == value.ndim and name not in of_tokens:  # of the slots of a block
+            both = tuple(slice(min(sizes)) for sizes in zip(mine.shape, value.shape, strict=True))
+            tensors[name] = value.detach().clone()
+            tensors[name][both] = mine[both]
     return tensors
 
 

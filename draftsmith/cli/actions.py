@@ -337,6 +337,8 @@ def plan(own: Namespace, words: list[str]) -> int:
     lines += [*estimating.guesses(estimate, estimator.asked), *estimating.shorter(estimate, estimator.estimate)]
     lines += estimating.foresee(estimate, own.pilot)
     put("\n".join([f"plan of {recipe.name}", *lines]))
+    if recipe.train.lora_rank:
+        put("training: counted as of all weights; the gradients and the optimizer state of an adapter are smaller")
     if recipe.train.warm_start:
         put("head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read")
     return 0

@@ -7,7 +7,6 @@ target alone, and leaves out the time of drafting.
 from dataclasses import dataclass
 from functools import cached_property
 
-from draftsmith.decoder.trees import DynamicTree
 from draftsmith.estimate.figures import Estimate
 from draftsmith.eval.clocks.costs import REPEATS, WARM_UP, pass_sizes, repeats_within
 from draftsmith.eval.clocks.turns import FEW
@@ -61,7 +60,11 @@ class EvaluationEstimate:
                 able = tree is None or head in spec.beside or tree_kind(tree, draft.drawn) in own
                 if able and (not draft.heads or head in draft.heads):
                     nodes = chain.nodes if tree is None else tree.max_nodes
-                    simulated = draft.typical is None and not draft.drawn and not isinstance(tree, DynamicTree)
+                    simulated = (
+                        draft.typical is None
+                        and not draft.drawn
+                        and (tree is None or tree_kind(tree, False) != "dynamic")
+                    )
                     found.append(Way(nodes, tree is None, simulated, _greedy(draft, spec)))
         return found + [chain] * len(spec.baselines)
 

@@ -6,6 +6,7 @@ from draftsmith.data.features.store import readable_bytes
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost
 from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.heads.adapter import adapter_of
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.export.export import convert_head
 from draftsmith.heads.formats.layout import engines_notice, find_layout, layouts_of, version_notice
@@ -27,7 +28,7 @@ from draftsmith.stages.drafters import (
 from draftsmith.stages.evaluation import conversations_of, prompts_of
 from draftsmith.stages.exporting import check_adapter, export_options
 from draftsmith.stages.session import Session
-from draftsmith.stages.training import always_drafted, initial_head
+from draftsmith.stages.training import always_drafted, chooses_vocab, initial_head
 from draftsmith.storage import check_folder
 from draftsmith.target.shape import shape_of
 from draftsmith.target.target import Target
@@ -170,8 +171,9 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
     recipe, target = session.recipe, session.target
     _ = session.tokenizer  # checks it against the target and data.template
     size = draft_vocab_size_of(session.head_options)
-    vocab, warm = None, load_warm(recipe, target)
-    if warm is None and size is not None and size != target.vocab_size:
+    warm = load_warm(recipe, target)
+    vocab = None if warm is None else warm.draft_vocab
+    if chooses_vocab(session, warm) and size is not None and size != target.vocab_size:
         counts = torch.zeros(target.vocab_size, dtype=torch.int64)
         vocab = choose_draft_vocab(counts, size, always_drafted(session))
     head = initial_head(session, warm, vocab)
@@ -199,7 +201,8 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
     if layouts_of(recipe.method) or recipe.export.layout:
         options = export_options(recipe, recipe.method)
         try:
-            files = convert_head(head, target, **options)
+            # With an adapter in its weights a head has the tensors of its base.
+            files = convert_head(head if warm is None or adapter_of(head) is None else warm, target, **options)
         except UserError as error:
             if exporting or recipe.export.layout is not None:
                 raise

@@ -71,7 +71,7 @@ def prepare_training(session: Session, samples: Sequence[Tokenized]) -> Start:
     """Split the samples, choose the draft vocabulary and make the head. Raises UserError for what cannot be trained."""
     train, heldout = split_samples(session, samples)
     warm = load_warm(session.recipe, session.target)
-    chosen = warm is None or (session.recipe.train.resize and draft_vocab_size_of(session.recipe.head) is not None)
+    chosen = chooses_vocab(session, warm)
     vocab = pick_draft_vocab(session, samples, train, None if warm is None or chosen else warm.draft_vocab)
     covered = None
     if vocab is not None:
@@ -80,7 +80,15 @@ def prepare_training(session: Session, samples: Sequence[Tokenized]) -> Start:
         _say_coverage(covered, len(vocab), size, chosen=chosen)
     torch.manual_seed(session.recipe.seed)
     longest = max(len(samples[i].ids) for i in train)
-    return Start(initial_head(session, warm, vocab, samples), train, heldout, covered, longest)
+    head = initial_head(session, warm, vocab, samples)
+    if warm is not None and session.recipe.train.resize:
+        _say_resized(session, head, warm)
+    return Start(head, train, heldout, covered, longest)
+
+
+def chooses_vocab(session: Session, warm: DraftHead | None) -> bool:
+    """Return whether the draft vocabulary is chosen from the answers, not that of the head that training starts from."""
+    return warm is None or (session.recipe.train.resize and draft_vocab_size_of(session.recipe.head) is not None)
 
 
 def train_stage(session: Session, start: Start, features: FeatureSource) -> Path:
@@ -230,7 +238,7 @@ def _say_coverage(covered: Coverage, size: int, vocab_size: int, *, chosen: bool
     )
     fix = "raise head.draft_vocab_size"
     if not chosen:
-        fix = "train a new head, as that of train.warm_start stays so"
+        fix = "train a new head, or choose it anew with train.resize and head.draft_vocab_size, as that of train.warm_start stays so"
     elif covered.training >= LOW_COVERAGE:
         fix += ", or let it be chosen from more answers"
     for warning in coverage_warnings(covered, size, fix):
@@ -268,20 +276,6 @@ def _continued(session: Session, warm: DraftHead, draft_vocab: Tensor | None) ->
     """Return the head to train that starts from `warm`: its weights, in other sizes where the recipe says so, or an adapter on them."""
     method, spec, base = session.recipe.method, session.recipe.train, warm_folder(session.recipe)
     head = restart(warm, session.head_options, session.target, method, resize=spec.resize, draft_vocab=draft_vocab)
-    if spec.resize:
-        ours, theirs = head.describe().get("options", {}), warm.describe().get("options", {})
-        changed = [
-            f"head.{key} {theirs[key]} -> {ours[key]}"
-            for key in RESIZED
-            if key in ours and ours[key] != theirs.get(key)
-        ]
-        lost, new = (
-            len(b.keys() - a.keys())
-            for a, b in ((head.state_dict(), warm.state_dict()), (warm.state_dict(), head.state_dict()))
-        )
-        say(
-            f"training: starts from {base}, {', '.join(changed) or 'of the same sizes'}; {new} tensors are new, {lost} left out"
-        )
     if spec.lora_rank is None or base is None:
         return head
     if warm.method != method:
@@ -291,6 +285,21 @@ def _continued(session: Session, warm: DraftHead, draft_vocab: Tensor | None) ->
         )
     alpha = spec.lora_alpha or 2.0 * spec.lora_rank
     return adapt(head, DraftAdapter(spec.lora_rank, alpha, base.resolve(), head_digest(base)))
+
+
+def _say_resized(session: Session, head: DraftHead, warm: DraftHead) -> None:
+    """Say which sizes are others than those of the head that training starts from."""
+    ours, theirs = (one.describe().get("options", {}) for one in (head, warm))
+    changed = [
+        f"head.{key} {theirs.get(key)} -> {ours[key]}"
+        for key in RESIZED
+        if key in ours and ours[key] != theirs.get(key)
+    ]
+    names, known = head.state_dict().keys(), warm.state_dict().keys()
+    say(
+        f"training: starts from {session.recipe.train.warm_start}, {', '.join(changed) or 'of the same sizes'}; "
+        f"{len(names - known)} tensors are new, {len(known - names)} left out"
+    )
 
 
 def _check_size(session: Session) -> None:

@@ -22,8 +22,8 @@ from draftsmith.eval.simulate.acceptance import Acceptance, text_probs
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, supervised_rows
 from draftsmith.target.target import TargetHead
 
-_CHUNK_CANDIDATES = 2**20
-"""Candidates that are held at once: 60 bytes each."""
+_CHUNK_CANDIDATES, _CHUNK_ROWS = 2**20, 1024
+"""Candidates that are held at once, 60 bytes each; rows, with as many logits as the vocabulary has tokens."""
 
 
 def with_room(batch: TrainBatch, room_B: Sequence[int], more: int) -> TrainBatch:
@@ -72,7 +72,7 @@ def follow_grown(
         for _ in trees
     ]
     most = largest.depth * largest.beam * (1 if largest.rule == "best_first" else largest.branching)
-    for some in rows.split(max(1, _CHUNK_CANDIDATES // most)):
+    for some in rows.split(min(_CHUNK_ROWS, max(1, _CHUNK_CANDIDATES // most))):
         at = some // length * (length + depth) + some % length
         ranking, node_RK = _grow(largest, head, output, at, ids)
         for tree, (c, nodes) in zip(trees, found, strict=True):

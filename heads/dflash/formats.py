@@ -12,8 +12,8 @@ from draftsmith.target.target import Target
 
 _PREFIX = "variable_prefix"
 ONE_PASS = (
-    "Engines fill in a block once, also for a head with head.variable_prefix, whose second pass they do not know: that accepts less than "
-    "the report says."
+    "Only of a head with head.variable_prefix: engines fill in a block once and do not know its second pass, so it accepts less than the "
+    "report says."
 )
 
 

@@ -177,9 +177,11 @@ class LossSpec:
             self._refuse(
                 key, not choosing and self.selector_weight != 0, f"{heads} choose among no candidates: leave it out"
             )
-        for key in ("base_weight", "base_share"):
-            needless = "base" not in trains.outputs and self.base_weight != 0
-            self._refuse(key, needless, f"{heads} correct no logits: leave it out, or train domino")
+        based = "base" in trains.outputs
+        why = f"{heads} correct no logits: leave it out, or train domino or xpress"
+        self._refuse("base_weight", not based and self.base_weight != 0, why)
+        why = why if not based else "train.loss.base_weight is 0, so that nothing falls: leave it out"
+        self._refuse("base_share", not based or self.base_weight == 0, why)
         twice = "prefix" in trains.outputs and self.dpace
         why = "train.loss.slot_weights: decay weighs anew what is behind a shown prefix, so set that, or leave head.variable_prefix out"
         self._refuse("slot_weights", twice, why)

@@ -20,11 +20,13 @@ from draftsmith.cli.main import main as draftsmith_main
 from draftsmith.decoder.answers import Tally
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree
+from draftsmith.errors import UserError
 from draftsmith.eval.results.metrics import bootstrap_tau
 from draftsmith.eval.simulate.answers import answer_alone
 from draftsmith.eval.simulate.texts import head_simulator, simulate_together
 from draftsmith.foreign.records import Journal
 from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.registry import find_method
 from draftsmith.machine import environment_json
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.drafters import head_digest
@@ -75,9 +77,14 @@ def measure(session: Session, temperature: float) -> dict[str, Any]:
     head = load_head(session.head_folder, target, warn=session.warn).to(target.dtype)
     answers = answer_alone(target, prompts_of(session, target).repeat(0), sampling, Journal())
     rules = (OURS, *OTHERS)
-    trees = [DynamicTree(DEPTH, BRANCHING, max(BUDGETS), rule) for rule in rules]
+    depth = head.clamp_draft_length(DEPTH)
+    trees = [DynamicTree(depth, BRANCHING, max(BUDGETS), rule) for rule in rules]
+    if "best_first" not in find_method(head.method).trees_of(head.options):
+        raise UserError(
+            f"--head {session.head_folder}: {head.method} heads, or this one, draft no such trees: name another."
+        )
     simulators = [head_simulator(head), *(head_simulator(head, tree=tree, budgets=BUDGETS) for tree in trees)]
-    chain, *grown = simulate_together(target, answers, sampling, [(one, DEPTH) for one in simulators])
+    chain, *grown = simulate_together(target, answers, sampling, [(one, depth) for one in simulators])
     by_rule = {rule: [*zip(*one.by_budget, strict=True)] for rule, one in zip(rules, grown, strict=True)}
     return {
         "answers": len(answers),
@@ -111,7 +118,8 @@ def main(argv: list[str]) -> int:
     session = Session(parse_recipe(words), head=own.head)
     facts: dict[str, Any] = {"command": f"python -m scripts.bench.trees {shlex.join(argv)}", **environment_json()}
     facts |= {"depth": DEPTH, "branching": BRANCHING, "head": head_digest(session.head_folder)}
-    facts["training"] = {key: str(value) for key, value in TRAINING.items()}
+    if own.head is None:
+        facts["training"] = {key: str(value) for key, value in TRAINING.items()}
     facts["temperatures"] = {f"{temperature:g}": measure(session, temperature) for temperature in (0.0, 1.0)}
     if own.output:
         write_json(own.output, facts)

@@ -55,6 +55,7 @@ def test_an_adapter_has_the_gradients_of_the_matrices_that_it_adds_to(method: st
     assert all("lora_" in name for name in trained)
     (optimizer,) = build_optimizers(head, TrainSpec(warm_start="x", lora_rank=4))
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trained)
+    assert not [name for name, p in trained.items() if "lora_B" in name and len(p) == target.vocab_size]
     sums = merged(head.state_dict(), SPEC)
     assert sums.keys() == own.keys()
     plain.load_state_dict(sums)
@@ -83,7 +84,7 @@ def test_what_cannot_be_adapted_is_refused() -> None:
         adapt(head, SPEC)
     bare = make_medusa(target)
     bare._modules.clear()
-    with pytest.raises(UserError, match="this medusa head has no matrices to adapt"):
+    with pytest.raises(UserError, match="this medusa head has no linear layers to adapt"):
         adapt(bare, SPEC)
 
 
@@ -136,6 +137,18 @@ def test_the_best_head_is_the_base_with_the_adapter(workplace: Path) -> None:
         sum(file.stat().st_size for file in (train / "adapter").iterdir())
         < (train / "best" / "model.safetensors").stat().st_size
     )
+
+
+def test_a_run_goes_to_the_export_of_the_merged_head(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["run", *words(workplace, tmp_path / "run", "--train.max_steps", "2", "--evaluate.temperatures", "[0.0]")]
+    assert main([*run, "--export.dtype", "float32"]) == 0
+    assert "not exported" not in capsys.readouterr().err
+    best, exported = (
+        load_file(tmp_path / "run" / name / "model.safetensors") for name in ("train/best", "export/eagle3")
+    )
+    assert torch.equal(best["fc.weight"], exported["fc.weight"])
 
 
 def test_adapters_are_measured_beside_their_base(workplace: Path) -> None:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.cli.main import main
 from draftsmith.errors import UserError
+from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head
@@ -213,6 +214,7 @@ OTHER_SIZES = {
     "dspark": {"draft_vocab_size": 60, "block_size": 6},
     "jetspec": {"block_size": 6},
     "domino": {"block_size": 3},
+    "xpress": {"block_size": 6},
     "medusa": {"num_heads": 5},
     "hydra": {"num_heads": 2},
 }
@@ -239,7 +241,7 @@ def test_a_head_of_another_vocabulary_and_length_keeps_what_both_have(method: st
     again = restart(head, adopted, target, resize=True, draft_vocab=ids)
     assert all(getattr(again.options, key) == value for key, value in OTHER_SIZES[method].items())
     both = slice(None) if ids is None else torch.arange(20)
-    if method not in ("dflash", "dflash2", "domino", "dspark"):  # whose slots see the length of their block
+    if method not in ("dflash", "dflash2", "domino", "dspark", "xpress"):  # whose slots see the length of their block
         batch = pack(target, documents_of(target), head.reads.layer_ids)
         steps = min(head.trains.steps, again.trains.steps)
         for a, b in zip(*(one.eval()(batch, steps).steps for one in (head, again)), strict=True):
@@ -258,17 +260,39 @@ def test_a_head_of_another_vocabulary_and_length_keeps_what_both_have(method: st
             assert torch.equal(before[name][both], after[name][both]), name
             if "markov" not in name:  # which starts at random
                 assert torch.equal(after[name][20:], fresh[name][20:]), name
+        else:
+            corner = tuple(slice(min(sizes)) for sizes in zip(before[name].shape, after[name].shape, strict=True))
+            assert before[name].any(), name
+            assert torch.equal(before[name][corner], after[name][corner]), name
 
 
 def test_resizing_that_cannot_be_is_refused() -> None:
     target = make_target()
     for made, asked, words in (
         ({"lm_head_rank": 10}, Eagle3Options(draft_vocab_size=60, lm_head_rank=10), "has a projection of low rank"),
-        ({}, Eagle3Options(draft_vocab_size=64), "train.resize: a draft vocabulary of 64 tokens is as wide as a layer"),
         ({}, Eagle3Options(draft_vocab_size=60, intermediate_size=48), "head.intermediate_size is 48, but"),
     ):
         with pytest.raises(UserError, match=words):
             adopt_options(asked, make_eagle3(target, **made), target, "runs/first", resize=True)
+
+
+def test_rows_of_tokens_are_told_from_others_of_as_many_and_layers_keep_their_rotation() -> None:
+    """A draft vocabulary as large as the hidden size, chosen anew in the same size, in a head of another rotation than the target's."""
+    target, ids = make_target(), torch.arange(0, 128, 2)
+    head = make_eagle3(target, ids)
+    head.config.rope_parameters = {"rope_type": "default", "rope_theta": 777.0}
+    base = DraftHead.load.__func__(
+        type(head), {**head.describe(), "layer_ids": list(head.reads.layer_ids)}, target, ids
+    )
+    base.load_state_dict(head.state_dict())
+    assert len(ids) == target.hidden_size
+    asked = adopt_options(Eagle3Options(draft_vocab_size=64), base, target, "runs/first", resize=True)
+    again = restart(base, asked, target, resize=True, draft_vocab=torch.arange(0, 64))
+    before, after = base.state_dict(), again.state_dict()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"draft_vocab", "lm_head.weight"}
+    assert torch.equal(before["lm_head.weight"][:32], after["lm_head.weight"][::2])
+    assert again.config.rope_parameters["rope_theta"] == 777.0
 
 
 def test_training_takes_another_vocabulary_to_train_resize(

@@ -231,3 +231,7 @@ def test_bad_options_are_one_sentence(options: dict[str, Any], words: str) -> No
 def test_a_head_without_a_correction_has_no_base_to_weigh() -> None:
     with pytest.raises(UserError, match=r"train\.loss\.base_weight is 0\.5, but dflash heads .* correct no logits"):
         LossSpec(base_weight=0.5).check_head(make_head("dflash", make_target()))
+    with pytest.raises(
+        UserError, match=r"train\.loss\.base_share is 0\.3, but train\.loss\.base_weight is 0, so that nothing falls"
+    ):
+        LossSpec(base_weight=0.0, base_share=0.3).check_head(make_head("domino", make_target()))

@@ -7,6 +7,7 @@ the wrong ones give drafts that look right and are accepted less.
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
@@ -35,6 +36,10 @@ def import_layer(session: Session, folder: Path | None = None) -> Path:
     """
     run_dir, target = session.recipe.run_dir, session.target
     folder = folder or run_dir.with_name(f"{run_dir.name}-import")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / IMPORTED).is_file():
+        raise UserError(
+            f"{folder} holds files but no {IMPORTED}, so no import wrote it: name another folder as --output."
+        )
     check_replaceable(folder, (CONFIG, WEIGHTS, IMPORTED))
     if target.directory is None:
         raise UserError(
@@ -46,12 +51,16 @@ def import_layer(session: Session, folder: Path | None = None) -> Path:
     except UserError as error:
         say(f"import: states behind the final norm alone are measured ({error})")
     samples = _some(samples_at_hand(session, _CONVERSATIONS))
-    shares, rows = {}, 0
-    for state, head in heads.items():
-        shares[state], rows = first_drafts(head, target, samples)
+    rights = {state: first_drafts(head, target, samples) for state, head in heads.items()}
+    shares, rows = {state: float(right.double().mean()) for state, right in rights.items()}, len(rights["after_norm"])
     best = max(shares, key=lambda state: shares[state])  # the first of equals, which engines read
     measured = ", ".join(f"{share:.1%} with states {STATES[state]}" for state, share in shares.items())
     say(f"import: first drafts are the target's choice at {measured} ({rows} positions): the head reads {best}")
+    if len(rights) == 2 and is_unsettled(*rights.values()):
+        session.warn(
+            f"import: {rows} positions do not tell the two states apart ({measured}), so {best} may be the wrong one: name more "
+            "conversations in data.sources, and import again."
+        )
     save_head(heads[best], folder, target)
     write_json(folder / IMPORTED, {"target": target.path, "target_state": best, "positions": rows, "agreement": shares})
     return folder
@@ -68,19 +77,27 @@ def _some(samples: list[Tokenized]) -> list[Tokenized]:
     return kept
 
 
+def is_unsettled(one: Tensor, other: Tensor) -> bool:
+    """Return whether two drafters, right or not [n] at the same positions, are right equally often up to two standard errors."""
+    better, worse = int((one & ~other).sum()), int((other & ~one).sum())
+    return bool(abs(better - worse) <= 2 * (better + worse) ** 0.5)
+
+
 @torch.no_grad()
-def first_drafts(head: DraftHead, target: Target, samples: list[Tokenized]) -> tuple[float, int]:
-    """Return at which share of the texts' supervised positions the head's first draft is what the target finds likeliest there, and
-    how many these are. Raises UserError where there is none."""
-    same = rows = 0
+def first_drafts(head: DraftHead, target: Target, samples: list[Tokenized]) -> Tensor:
+    """Return whether the head's first draft is what the target finds likeliest there, at each of the texts' n supervised positions [n].
+
+    Raises UserError where there is none.
+    """
+    rights = []
     for _, batch in target_passes(target, samples):
         with drafting(head):
             (step,) = head(batch, 1).steps
         chosen = shift_left(batch.top1, 1, -1).flatten()[step.rows]
-        same += int((step.logits.argmax(-1) == chosen).sum())
-        rows += len(step.rows)
-    if not rows:
+        rights.append(step.logits.argmax(-1) == chosen)
+    right = torch.cat(rights) if rights else torch.empty(0)
+    if not len(right):
         raise UserError(
             "The conversations of data.sources have no answer of three tokens to measure a head on: name others."
         )
-    return same / rows, rows
+    return right

@@ -19,7 +19,7 @@ from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import is_head_config, load_head
 from draftsmith.heads.mtp.formats import load_native
 from draftsmith.heads.mtp.head import MtpOptions, build
-from draftsmith.stages.importing import first_drafts
+from draftsmith.stages.importing import first_drafts, is_unsettled
 from draftsmith.target.folder import hash_tensor, read_directory
 from draftsmith.target.target import Target, load_target
 from tests.batches import same_logits
@@ -70,9 +70,9 @@ def test_states_that_the_layer_was_not_made_for_give_fewer_first_drafts(
     target = load_target(str(folder))
     sample = Tokenized(IDS, torch.ones(len(IDS), dtype=torch.bool), "", "")
     for read in known:
-        share, rows = first_drafts(load_native(folder, target, read).eval(), target, [sample])
-        assert rows == len(IDS) - 2
-        assert share == 1.0 if read == state else share < 0.5
+        right = first_drafts(load_native(folder, target, read).eval(), target, [sample])
+        assert len(right) == len(IDS) - 2
+        assert right.all() if read == state else right.double().mean() < 0.5
 
 
 def test_import_measures_both_states_and_writes_the_better_one(
@@ -100,6 +100,26 @@ def test_import_measures_both_states_and_writes_the_better_one(
     head = load_head(tmp_path / "run-import", target)
     assert head.options.target_state == record["target_state"]
     assert (head.target_norm is not None) == (record["target_state"] == "before_norm")
+    # Texts that the layer does not know measure nothing.
+    assert f"warning: import: {record['positions']} positions do not tell the two states apart" in captured.err
+    assert main(["import", *words]) == 0
+    (tmp_path / "run-import" / "import.json").unlink()
+    kept = (tmp_path / "run-import" / "model.safetensors").read_bytes()
+    assert main(["import", *words]) == 2
+    assert "run-import holds files but no import.json, so no import wrote it: name another" in capsys.readouterr().err
+    assert (tmp_path / "run-import" / "model.safetensors").read_bytes() == kept
+
+
+@pytest.mark.parametrize(
+    ("better", "worse", "unsettled"),
+    [(0, 0, True), (1, 0, True), (4, 0, True), (5, 0, False), (60, 40, True), (40, 61, False)],
+)
+def test_states_are_told_apart_by_two_standard_errors_of_the_paired_difference(
+    better: int, worse: int, unsettled: bool
+) -> None:
+    one = torch.tensor([True] * better + [False] * worse + [True] * 500)
+    other = torch.tensor([False] * better + [True] * worse + [True] * 500)
+    assert is_unsettled(one, other) == is_unsettled(other, one) == unsettled
 
 
 LIES = {

@@ -31,16 +31,7 @@ def check_sizes(path: Path, config: Mapping[str, Any], target: Target, *, shapes
                 f"{path / CONFIG} says {key} {config.get(key)!r}, but the target {target.path} has {value}: this is a draft "
                 "for another target; give the one that it was made for."
             )
-    # An attention that Llama's layer does not compute, which names of tensors need not tell.
-    ropes = [
-        config,
-        *(rope for key in ("rope_scaling", "rope_parameters") if isinstance(rope := config.get(key), dict)),
-    ]
-    shares = ((key, rope.get(key)) for rope in ropes for key in ("partial_rotary_factor", "rotary_pct", "rope_pct"))
-    partial = [(key, share) for key, share in shares if share not in (None, 1)]
-    what = f"turns a part of each head by position ({partial[0][0]} {partial[0][1]!r})" if partial else None
-    if config.get("kv_lora_rank"):
-        what = f"compresses its keys and values (MLA, kv_lora_rank {config['kv_lora_rank']!r})"
+    what = uncomputed_attention(config)
     if what is not None:
         raise UserError(
             f"{path / CONFIG} describes a head that {what}, which is not computed here: serve it with the engine that it was made "
@@ -52,6 +43,19 @@ def check_sizes(path: Path, config: Mapping[str, Any], target: Target, *, shapes
         raise UserError(
             f"{path / CONFIG} says num_hidden_layers {layers!r}, but {least} decoder layer: give the folder of such a head."
         )
+
+
+def uncomputed_attention(config: Mapping[str, Any]) -> str | None:
+    """Return what an attention of this configuration does that Llama's does not, and names of tensors need not tell; None for nothing."""
+    ropes = [
+        config,
+        *(rope for key in ("rope_scaling", "rope_parameters") if isinstance(rope := config.get(key), dict)),
+    ]
+    shares = ((key, rope.get(key)) for rope in ropes for key in ("partial_rotary_factor", "rotary_pct", "rope_pct"))
+    partial = [(key, share) for key, share in shares if share not in (None, 1)]
+    if config.get("kv_lora_rank"):
+        return f"compresses its keys and values (MLA, kv_lora_rank {config['kv_lora_rank']!r})"
+    return f"turns a part of each head by position ({partial[0][0]} {partial[0][1]!r})" if partial else None
 
 
 def read_layer(config: Mapping[str, Any]) -> LlamaConfig:

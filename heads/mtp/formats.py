@@ -25,7 +25,7 @@ from draftsmith.heads.checkpoint import EMBEDDING, fill
 from draftsmith.heads.files import CONFIG, INDEX, read_config
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served
-from draftsmith.heads.formats.published import check_sizes, is_the_same
+from draftsmith.heads.formats.published import check_sizes, is_the_same, uncomputed_attention
 from draftsmith.heads.formats.recognise import Format
 from draftsmith.heads.formats.schema import Export, ModelFiles, Schema, TensorRow, llama_layer, renamed
 from draftsmith.heads.layers.from_target import derive_layer_config, final_norm_weight
@@ -56,6 +56,8 @@ def _rows(layer: str, *names: str) -> tuple[TensorRow, ...]:
 _N = "model.layers.{num_hidden_layers}."
 DEEPSEEK = _rows(_N, *(f"{_N}{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")))
 QWEN = _rows("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+_DECODERS = ("", "model.", "language_model.model.", "model.language_model.")
+"""What the names of a decoder's layers begin with."""
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Tensors under a layer's prefix that are the target's own again."""
 
@@ -66,8 +68,7 @@ def load_native(path: Path, target: Target, target_state: str = "after_norm") ->
     Raises UserError for files without such a layer or with several, for a configuration that says otherwise, for other sizes than
     the target's, and for a layer that is not computed here.
     """
-    config = read_config(path)
-    config = {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+    config = _text(read_config(path))
     spans, layers = read_directory(path), config.get("num_hidden_layers")
     prefix = _prefix(layers, [span.name for span in spans])
     count = next((config[key] for key in _COUNTS if config.get(key) is not None), None if prefix is None else 1)
@@ -104,6 +105,10 @@ def load_native(path: Path, target: Target, target_state: str = "after_norm") ->
     return head
 
 
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
+
+
 def _prefix(layers: Any, names: Iterable[str]) -> str | None:
     """Return what the names of an MTP layer begin with among those of a target with so many layers, None where it has none."""
     known = (f"model.layers.{layers}.", "mtp.")
@@ -112,6 +117,8 @@ def _prefix(layers: Any, names: Iterable[str]) -> str | None:
 
 def _not_computed(config: Mapping[str, Any], target: Target) -> str | None:
     """Return what an MTP layer of this configuration does that ours does not, None for nothing."""
+    if (attention := uncomputed_attention(config)) is not None:
+        return f"that {attention}"
     if config.get("mtp_hidden_states_first"):
         return "that reads states before embeddings (mtp_hidden_states_first)"
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
@@ -120,6 +127,30 @@ def _not_computed(config: Mapping[str, Any], target: Target) -> str | None:
     if held is not None and measured is not None and float((measured - held.float()).abs().median()) > 0.5:
         return "whose norms are stored as differences from 1"
     return None
+
+
+def _contradiction(head: MtpHead, target: Target, spans: Mapping[str, TensorSpan], held: str | None) -> str | None:
+    """Return what a target has otherwise than a head, by its configuration and by the shapes of the MTP layer that its files hold
+    under `held`, or, with None, of its last layer, which engines build the MTP layer like."""
+    own = derive_layer_config(MtpOptions(intermediate_size=head.config.intermediate_size), target)
+    for key in _SIZES:
+        if (value := getattr(own, key)) != (ours := getattr(head.config, key)):
+            return f"has {key} {value}, and the head {ours}"
+    layer = f"layers.{target.num_layers - 1}." if held is None else held
+    parts = ((*name.partition(layer), span) for name, span in spans.items())
+    theirs = {rest: span for before, found, rest, span in parts if found and before in _DECODERS}
+    if not any(name.startswith("self_attn.") for name in theirs):
+        return None  # an architecture with other names
+    ours = {
+        n.removeprefix("layers.0."): list(v.shape) for n, v in head.state_dict().items() if n.startswith("layers.0.")
+    }
+    for name, span in theirs.items():
+        if held is None and name not in ours and name.endswith((".weight", ".bias")):
+            return f"holds {span.name}, and the head no such tensor"
+        if name in ours and span.dtype in FLOAT_TYPES and list(span.shape) != ours[name]:
+            return f"holds {span.name} of shape {list(span.shape)}, and the head one of {ours[name]}"
+    lost = next((name for name in ours if name.endswith("_norm.weight") and name not in theirs), None)
+    return None if lost is None else f"holds no {layer}{lost}, and the head does"
 
 
 def _read(spans: list[TensorSpan], path: Path, target: Target) -> dict[str, Tensor]:
@@ -167,9 +198,21 @@ class NativeSchema(Schema):
                 f"The target {target.path} holds {strange[0]}, so its own MTP layer is of another kind or quantized, and this head cannot "
                 "take its place: measure it with draftsmith evaluate, or train the method eagle3."
             )
+        config = self.values(export) if folder is None else read_config(folder)
+        if (what := _not_computed(_text(config), target)) is not None:
+            raise UserError(
+                f"The configuration of the target {target.path} asks for an MTP layer {what}, which is not computed here: train the method "
+                "eagle3."
+            )
+        assert isinstance(export.head, MtpHead)
+        held = None if prefix is None else rows[_LAYER[0].name].removesuffix(_LAYER[0].name.removeprefix("layers.0."))
+        if (what := _contradiction(export.head, target, spans, held)) is not None:
+            raise UserError(
+                f"The target {target.path} {what}, so this head cannot be its MTP layer: leave the sizes out of the recipe's head and set "
+                "head.qk_norm as its layers have it, or train the method eagle3."
+            )
         dtypes = {FLOAT_TYPES[spans[theirs].dtype] for name in own if (theirs := rows[name]) in spans}
         dtype = dtypes.pop() if len(dtypes) == 1 else export.dtype
-        config = self.values(export) if folder is None else read_config(folder)
         if not any(config.get(key) for key in _COUNTS):
             config[_COUNTS[2] if qwen else _COUNTS[0]] = 1
         tensors = {rows[name]: value.detach().to(dtype) for name, value in own.items()}
@@ -245,12 +288,17 @@ LAYOUTS = (
                 rules=(
                     Rule(
                         "head.target_state before_norm",
-                        "feeds states behind the final norm to it, in every step",
+                        "feeds the target's states behind the final norm to it",
                         "train it on with after_norm, or measure it with draftsmith evaluate",
                         lambda files, target, head: head.options.target_state == "before_norm",
                     ),
                 ),
-                caveats=("Start it on the export: it is the target's directory, and holds the draft.",),
+                caveats=(
+                    "Start it on the export: it is the target's directory, and holds the draft.",
+                    "For targets of the classes Glm4MoeForCausalLM and Glm4MoeLiteForCausalLM, vLLM 0.32 feeds the layer its own outputs "
+                    "before the final norm from the second token on, which heads with after_norm are not trained on: set "
+                    "`num_speculative_tokens` to 1, or measure whether more pay.",
+                ),
                 needs="mtp",
             )
         },

@@ -15,7 +15,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.conformance.recorded_drafts import record
 from draftsmith.heads.eagle.drafter import EagleDrafter
-from draftsmith.heads.export.export import export_head
+from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.recognise import is_head_config, load_head
 from draftsmith.heads.mtp.formats import load_native
 from draftsmith.heads.mtp.head import MtpOptions, build
@@ -245,6 +245,34 @@ def test_a_layer_of_another_kind_is_not_replaced(other: dict[str, Tensor], tmp_p
     ):
         export_head(build(MtpOptions(qk_norm=True), target, None), target, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+UNLIKE = {
+    "rotation": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, {}, {},
+                 r"asks for an MTP layer that turns a part of each head by position \(partial_rotary_factor 0.5\)"),
+    "heads": ({}, {"num_attention_heads": 2, "head_dim": 32}, {}, "has num_attention_heads 4, and the head 2, so this"),
+    "width": ({}, {"intermediate_size": 48}, {}, r"holds \S*layers.1.mlp.\S* of shape .*96.*, and the head one of .*48"),
+    "norms": ({}, {"qk_norm": False}, {}, r"holds model.layers.1.self_attn.._norm.weight, and the head no such tensor"),
+    "no norms": ({"use_qk_norm": False}, {}, {}, r"holds no layers.1.self_attn.q_norm.weight, and the head does"),
+    "experts": ({"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}, {}, {},
+                r"holds model.layers.1.mlp.\S*(experts|gate)\S*, and the head no such tensor"),
+    "own layer": ({}, {}, {"model.layers.2.mlp.up_proj.weight": torch.ones(90, 64), "model.layers.2.self_attn.q_proj.weight": torch.ones(64, 64)},
+                  r"holds model.layers.2.mlp.up_proj.weight of shape \[90, 64\], and the head one of \[96, 64\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_a_head_that_the_targets_configuration_contradicts_is_refused_before_training(
+    case: str, tmp_path: Path
+) -> None:
+    overrides, options, other, words = UNLIKE[case]
+    model = native_model("glm4_moe", **overrides)
+    folder = save_native(tmp_path / "target", "glm4_moe", {}, model)
+    add_tensors(folder, other)
+    target = Target(model, path="tiny", fingerprint="0", directory=folder)
+    with pytest.raises(UserError, match=words) as caught:
+        convert_head(build(MtpOptions(**{"qk_norm": True, **options}), target, None), target, layout="mtp")
+    assert "\n" not in str(caught.value)
 
 
 def test_states_before_a_norm_that_subtracts_the_mean_cannot_be_read() -> None:

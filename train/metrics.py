@@ -288,7 +288,7 @@ def calibrate_best(
             c_BLK = acceptance(output, batch, target.head, head.draft_vocab, sampling).c_BLK
             return look(index, batch, output, c_BLK)
 
-        return over_ranks(batches, look_at, partial(source.fill, [], [], head.reads.layer_ids))
+        return over_ranks(batches, look_at, lambda: source.fill([], [], head.reads.layer_ids))
 
     with drafting(head), torch.no_grad():
         report = head.calibrate(passes)

@@ -154,8 +154,8 @@ class BlockHead(DraftHead):
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_k, W] of the first `num_steps` steps (all of them, if there are fewer)."""
         plan, context = self.planned(batch, num_steps), self._context_keys(batch)
-        states = self.slot_states(self.filled(batch, plan, context, num_steps), plan.among)
-        return HeadOutput(tuple(self.outputs(states, plan.rows, batch)))
+        filled_RSH = self.filled(batch, plan, context, num_steps)
+        return HeadOutput(tuple(self.outputs(self.slot_states(filled_RSH, plan.among), plan.rows, batch)))
 
     def filled(
         self,

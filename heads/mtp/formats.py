@@ -238,7 +238,7 @@ class NativeSchema(Schema):
         for name, source in files.copies.items():
             mine = held.get(name, set()) & files.tensors.keys() | (new if name == weights[-1] else set())
             if mine:
-                with safe_open(source, "pt") as opened:
+                with foreign_code(f"The weights {source} cannot be read", REMEDY), safe_open(source, "pt") as opened:
                     kept = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 - it is no mapping
                     metadata = opened.metadata()
                 save_file(

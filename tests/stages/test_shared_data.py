@@ -58,7 +58,7 @@ def test_hidden_states_are_those_of_one_process_whatever_is_killed(tmp_path: Pat
     for round_ in range(3):
         folder = tmp_path / f"killed-{round_}"
         for size in (2, 3):
-            at = draw.randrange(1, 12)
+            at = draw.randrange(1, 12 if size == 2 else 5)  # the second finds what the first has left
             killed = in_processes(
                 size, work(folder.name), tmp_path / "log", lambda join, at=at, folder=folder: kill_at(at, folder, join)
             )

@@ -124,7 +124,12 @@ def _not_computed(config: Mapping[str, Any], target: Target) -> str | None:
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         return f"with the activation {act!r}"
     held, measured = getattr(getattr(target.decoder, "norm", None), "weight", None), final_norm_weight(target)
-    if held is not None and measured is not None and float((measured - held.float()).abs().median()) > 0.5:
+    if (
+        held is not None
+        and not held.is_meta
+        and measured is not None
+        and float((measured - held.float()).abs().median()) > 0.5
+    ):
         return "whose norms are stored as differences from 1"
     return None
 

@@ -31,8 +31,9 @@ _CHANCE = {
     "hydra": {"dropout": 0.2},
     "jetspec": {"anchors": 3},
     "medusa2": {"lora_dropout": 0.2},
+    "mtp": {"qk_norm": False},
 }
-"""What leaves something to chance, which must not depend on the number of processes."""
+"""What leaves something to chance, which must not depend on the number of processes; MTP's layer is made like the target's."""
 _LOSSES = {"dflash": {"kind": "hard_ce", "slot_weights": "dpace", "normalize": "weights"}}
 """A loss that is divided once all passes of a step are done."""
 HEADS = {method: SMALL_HEADS.get(method, {}) | _CHANCE.get(method, {}) for method in methods()}

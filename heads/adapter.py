@@ -5,7 +5,7 @@ Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), section 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -124,13 +124,7 @@ def save_adapter(head: DraftHead, folder: Path, target: Target, tensors: Mapping
         own = {
             "schema_version": SCHEMA_VERSION,
             "method": head.method,
-            "adapter": {
-                "rank": adapter.rank,
-                "alpha": adapter.alpha,
-                "base": str(adapter.base),
-                "digest": adapter.digest,
-            },
-            "layer_ids": list(head.reads.layer_ids),
+            "adapter": asdict(adapter) | {"base": str(adapter.base)},
             "target": what_it_reads(head, target.identity).to_json(),
         }
         write_json(temporary / CONFIG, own)

@@ -177,6 +177,11 @@ class _Passed:
     plain: list[Tally]
 
 
+def _fill_nothing(source: FeatureSource, head: DraftHead) -> None:
+    """Compute what others ask of a target that they share with this process, which has no samples of its own."""
+    source.fill([], [], head.reads.layer_ids)
+
+
 @torch.no_grad()
 def evaluate_heldout(
     head: DraftHead,
@@ -221,9 +226,7 @@ def evaluate_heldout(
             plain,
         )
 
-    idle = partial(
-        source.fill, [], [], head.reads.layer_ids
-    )  # which computes what others ask of a target that they share
+    idle = partial(_fill_nothing, source, head)
     return _sum_up(over_ranks(batches, look, idle), train_steps, num_speculative_tokens)
 
 
@@ -288,7 +291,7 @@ def calibrate_best(
             c_BLK = acceptance(output, batch, target.head, head.draft_vocab, sampling).c_BLK
             return look(index, batch, output, c_BLK)
 
-        return over_ranks(batches, look_at, lambda: source.fill([], [], head.reads.layer_ids))
+        return over_ranks(batches, look_at, partial(_fill_nothing, source, head))
 
     with drafting(head), torch.no_grad():
         report = head.calibrate(passes)

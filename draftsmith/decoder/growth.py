@@ -186,9 +186,8 @@ class Beam:
         ranked = score_Bc.sort(dim=1, descending=True, stable=True)
         chosen_Bm = ranked.indices[:, :width]
         best_Bm = Candidates(tokens_Bc.gather(1, chosen_Bm), ranked.values[:, :width], number_Bc.gather(1, chosen_Bm))
-        if (
-            self.tree.rule == "best_first"
-        ):  # whose beam is as wide as the tree is large: none of the others is ever kept
+        if self.tree.rule == "best_first":
+            # Its beam is as wide as the tree is large: none of the others is ever kept.
             level, number_Bm = best_Bm, numbers(first, first + width, chosen_Bm.device).expand_as(chosen_Bm)
         else:
             by_parent = self.tree.rule == "accum_logp"

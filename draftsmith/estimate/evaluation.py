@@ -10,7 +10,7 @@ from functools import cached_property
 from draftsmith.estimate.figures import Estimate
 from draftsmith.eval.clocks.costs import REPEATS, WARM_UP, pass_sizes, repeats_within
 from draftsmith.eval.clocks.turns import FEW
-from draftsmith.eval.drafters.system import tree_kind
+from draftsmith.eval.drafters.system import is_simulated, tree_kind
 from draftsmith.eval.simulate.answers import SIMULATED_BATCH
 from draftsmith.heads.registry import find_method
 from draftsmith.recipe.evaluate import DraftSpec, EvaluateSpec
@@ -60,11 +60,7 @@ class EvaluationEstimate:
                 able = tree is None or head in spec.beside or tree_kind(tree, draft.drawn) in own
                 if able and (not draft.heads or head in draft.heads):
                     nodes = chain.nodes if tree is None else tree.max_nodes
-                    simulated = (
-                        draft.typical is None
-                        and not draft.drawn
-                        and (tree is None or tree_kind(tree, False) != "dynamic")
-                    )
+                    simulated = draft.typical is None and is_simulated(tree, draft.drawn)
                     found.append(Way(nodes, tree is None, simulated, _greedy(draft, spec)))
         return found + [chain] * len(spec.baselines)
 

@@ -242,8 +242,7 @@ def head_system(
         return method.make_drafter(drafting, k, **how)
 
     simulate = None
-    # What drawn children propose, and a tree whose nodes are run, depends on more than the text.
-    if typical is None and not drawn and (tree is None or tree_kind(tree, drawn) != "dynamic"):
+    if typical is None and is_simulated(tree, drawn):
         simulate = head_simulator(drafting, tree=tree, budgets=_budgets(tree, budgets))
     return SystemUnderTest(
         name + rounded + until + shape + lossy + tuned,
@@ -282,6 +281,12 @@ def _check_tree(tree: Tree, drawn: bool, name: str, head: DraftHead) -> None:
             f"The tree {tree.name} is {tree.depth} deep but {name} drafts {most} tokens at most: take one of depth {most} or "
             "less, or give it `heads` with the names of those that reach it."
         )
+
+
+def is_simulated(tree: Tree | None, drawn: bool) -> bool:
+    """Return whether the acceptance of such drafts follows from the text alone: not of children that are drawn, nor of a tree whose nodes
+    are run."""
+    return tree is None or tree_kind(tree, drawn) in ("static", "best_first")
 
 
 def tree_kind(tree: Tree, drawn: bool) -> str:

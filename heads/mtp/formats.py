@@ -124,6 +124,7 @@ def _not_computed(config: Mapping[str, Any], target: Target) -> str | None:
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         return f"with the activation {act!r}"
     held, measured = getattr(getattr(target.decoder, "norm", None), "weight", None), final_norm_weight(target)
+    # The parts of a target that a store keeps have the measured weight alone: there the export finds it.
     if (
         held is not None
         and not held.is_meta

@@ -28,7 +28,6 @@ from draftsmith.heads.layers.from_target import derive_layer_config, final_norm_
 from draftsmith.heads.layers.training_pass import TrainingPass
 from draftsmith.heads.mtp import MtpOptions
 from draftsmith.target.kernels import RMSNorm
-from draftsmith.target.parts import TargetParts
 from draftsmith.target.target import Target, steady_positions
 
 
@@ -109,7 +108,7 @@ def measure_norm(head: MtpHead, target: Target) -> MtpHead:
     """Fill in what undoes the target's final norm, for a head that reads states before it. Raises UserError where that is no norm by
     the root mean square, or hides a number of the state."""
     if head.target_norm is not None:
-        weight = target.final_norm if isinstance(target, TargetParts) else final_norm_weight(target)
+        weight = final_norm_weight(target)
         if weight is None or not bool(weight.all()):
             raise UserError(
                 f"head.target_state is 'before_norm', but the states before the final norm of {target.path} do not follow from those "

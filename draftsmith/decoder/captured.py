@@ -25,7 +25,7 @@ EAGER = 2
 """Passes of a shape that run kernel by kernel before it is captured, which takes longer than a few of them: the last drafts of an answer
 are shorter than all others."""
 MOST = 32
-"""Graphs that are held; each keeps its logits."""
+"""Graphs that are held; each takes memory for its kernels."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,16 @@ class Pass:
     output: TargetOutput
     logits_BNV: Tensor
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return aux, last and the logits."""
+        return self.output.aux, self.output.last, self.logits_BNV
+
 
 class Passes:
     """Passes of a target over drafts of the sequences in `cache`. Make them by `of`; `release` lets the next batch have their graphs."""
 
-    def __init__(self, target: Target, rows: int, capacity: int) -> None:
-        self._target = target
+    def __init__(self, target: Target, rows: int, capacity: int, nodes: int) -> None:
+        self._target, self.nodes = target, nodes
         self.captures = target.device.type == "cuda" and target.plain_pass is not None
         # With room to spare where it costs little, so that it suffices for the next batch.
         step = 1 if not self.captures else 2048 if rows <= 8 else BUCKET
@@ -49,19 +53,18 @@ class Passes:
             self.cache = KVCache.for_target(target, rows, self.capacity)
         self._graphs: dict[tuple[Any, ...], _Graph] = {}
         self._seen = Counter[tuple[Any, ...]]()
-        self._pool = torch.cuda.graph_pool_handle() if self.captures else None
 
     @classmethod
-    def of(cls, target: Target, rows: int, capacity: int) -> "Passes":
-        """Return passes over `rows` sequences of at most `capacity` tokens, drafts included: on a GPU the ones that were released, if
-        they suffice."""
+    def of(cls, target: Target, rows: int, capacity: int, nodes: int) -> "Passes":
+        """Return passes over drafts of at most `nodes` nodes for `rows` sequences of at most `capacity` tokens, drafts included: on a GPU
+        the ones that were released, if they suffice."""
         kept, target.kept_passes = target.kept_passes, None
-        if isinstance(kept, Passes) and kept.rows == rows and kept.capacity >= capacity:
+        if isinstance(kept, Passes) and kept.rows == rows and kept.capacity >= capacity and kept.nodes >= nodes:
             kept._target = target
             kept.cache.restart()
             return kept
         del kept  # before the next buffers are allocated
-        return cls(target, rows, capacity)
+        return cls(target, rows, capacity, nodes)
 
     def release(self) -> None:
         """Leave graphs and buffers to the next batch; these passes end."""
@@ -89,16 +92,19 @@ class Passes:
                 key[0] not in {rows for rows, *_ in self._graphs} or len(self._graphs) >= MOST
             ):  # or of rows that have left
                 self._graphs.clear()
-                self._pool = torch.cuda.graph_pool_handle()
+                self._outputs, self._pool = _Outputs(self.rows * self.nodes), torch.cuda.graph_pool_handle()
             why = ""
             try:
                 with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self._target.device):
-                    self._graphs[key] = _Graph(self._target, self.cache, draft, visible, layer_ids, self._pool)
+                    self._graphs[key] = _Graph(
+                        self._target, self.cache, draft, visible, layer_ids, self._outputs, self._pool
+                    )
             except RuntimeError as error:
                 why = str(error).splitlines()[0]
             if why:  # out of the exception, which holds what it had made
                 self.captures = False
                 self._graphs.clear()
+                del self._outputs
                 say(
                     f"warning: the target's passes cannot be captured as CUDA graphs ({why}): their kernels are started one by one, "
                     "which is slower.",
@@ -108,11 +114,37 @@ class Passes:
         return self._graphs[key].run(draft, self.cache.lengths_B)
 
 
+class _Outputs:
+    """Memory for `most` nodes that all graphs of a batch write what they return to: a round has read it before the next pass."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._flat: dict[tuple[int, int], Tensor] = {}
+
+    def like(self, made: Pass) -> Pass:
+        """Return tensors of such shapes in it."""
+        aux, last, logits_BNV = map(self._view, range(3), made.tensors())
+        return Pass(TargetOutput(aux, last), logits_BNV)
+
+    def _view(self, place: int, made: Tensor) -> Tensor:
+        key = place, made.shape[2]
+        if key not in self._flat:
+            self._flat[key] = made.new_empty(self._most * made.shape[2])
+        return self._flat[key][: made.numel()].view(made.shape)
+
+
 class _Graph:
     """A captured pass over drafts like `draft`, over the first `visible` slots of the cache; 0 for chains that need no mask."""
 
     def __init__(
-        self, target: Target, cache: KVCache, draft: Draft, visible: int, layer_ids: tuple[int, ...], pool: Any
+        self,
+        target: Target,
+        cache: KVCache,
+        draft: Draft,
+        visible: int,
+        layer_ids: tuple[int, ...],
+        outputs: _Outputs,
+        pool: Any,
     ) -> None:
         # Memory of its own, which a graph reads whatever becomes of the draft's.
         self._tokens_BN, self._used_B = draft.tokens_BN.clone(), cache.lengths_B.clone()
@@ -126,12 +158,15 @@ class _Graph:
         with torch.cuda.stream(aside):
             oracle = self._body(target)  # also lets libraries allocate what they keep
         now.wait_stream(aside)
+        self._made = outputs.like(oracle)
         self._graph = torch.cuda.CUDAGraph()
         # The products' workspace lies in the graph's own memory then, which no other graph takes along when it goes.
         _forget_workspaces()
         # Other threads may go on meanwhile.
         with torch.cuda.graph(self._graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
-            self._made = self._body(target)
+            # What the pass makes itself goes back to the pool, for the next graph's.
+            for kept, value in zip(self._made.tensors(), self._body(target).tensors(), strict=True):
+                kept.copy_(value)
         _forget_workspaces()
         self._made.logits_BNV.fill_(torch.nan)  # what a graph without kernels would leave
         self._graph.replay()

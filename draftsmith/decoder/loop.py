@@ -94,7 +94,7 @@ class Loop:
         self.rows = self.answers[:rows]
         self.finished: list[Generation] = []
         capacity = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
-        self._passes = Passes.of(target, rows, capacity + drafter.max_nodes)
+        self._passes = Passes.of(target, rows, capacity + drafter.max_nodes, drafter.max_nodes)
         self.cache = self._passes.cache
         drafter.start(rows, capacity)
         zeros_B = torch.zeros(rows, dtype=torch.long, device=target.device)

@@ -134,7 +134,7 @@ class _Bench:
         target, slots = self.target, self.context + tokens
         room = available_memory(target.device) / 4 / (slots * self.shape.kv_bytes)
         texts = max(1, min(texts, int(room)))
-        passes = Passes.of(target, texts, slots)
+        passes = Passes.of(target, texts, slots, tokens)
         passes.cache.append(self.context)
         ids_BN = torch.arange(texts * tokens, device=target.device).view(texts, tokens) % self.shape.vocab
         draft, keys_B = Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), ids_BN[:, 0]

@@ -243,7 +243,7 @@ def _verify_jobs(
     target: Target, context_ids: Sequence[int], rows: int, sizes: Sequence[int]
 ) -> dict[tuple[str, str], Job]:
     """Return a job for a target pass of each size. They share a cache, as nothing is committed."""
-    passes = Passes.of(target, rows, len(context_ids) + max(sizes))
+    passes = Passes.of(target, rows, len(context_ids) + max(sizes), max(sizes))
     _prefill(target, passes.cache, context_ids, rows, ())
 
     def pass_over(nodes: int) -> Job:

@@ -262,6 +262,8 @@ class PretendedGpu:
                 return far[id(x)]
             memory = by_storage.get(x.untyped_storage().data_ptr())
             made = self.wrap(x, index, memory)
+            if memory is None and self.capture:
+                made.memory.home = None  # the graph's
             if memory is None and not free:
                 made.memory.touch(stream, place, write=True)
                 if self.capture:

@@ -72,7 +72,6 @@ class Capture:
 
     def keep(self, memory: Memory) -> None:
         """Let memory that was allocated within stay as long as the graph, which its last launch made it in."""
-        memory.home = None
         self.launches[-1].touched.append((memory, True))
 
     def check_joined(self) -> None:

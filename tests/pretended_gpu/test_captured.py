@@ -11,7 +11,7 @@ from torch import Tensor
 from draftsmith.decoder import captured, slots
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.cache import KVCache
-from draftsmith.decoder.captured import Passes, _Graph
+from draftsmith.decoder.captured import Passes, _Graph, _Outputs
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Draft, TargetAlone
 from draftsmith.decoder.passes import run_draft
@@ -81,7 +81,7 @@ def test_passes_say_what_transformers_does(
 ) -> None:
     target = make_target(dtype=dtype, num_hidden_layers=4)
     target.config.sliding_window = window
-    passes, draft = Passes.of(target, rows, 40), draft_of(shape, rows)
+    passes, draft = Passes.of(target, rows, 40, 5), draft_of(shape, rows)
     close = 1e-5 if dtype == torch.float32 else 0.05
     for length in (20, 31):
         filled(passes.cache, [length, 9][:rows])
@@ -98,10 +98,10 @@ def test_passes_say_what_transformers_does(
 @pytest.mark.parametrize("shape", PARENTS)
 def test_every_length_has_the_same_operations_on_the_same_memory(gpu: Any, shape: str) -> None:
     target = bf16_target()
-    passes, draft = Passes.of(target, 1, 400), draft_of(shape, 1)
+    passes, draft = Passes.of(target, 1, 400, 5), draft_of(shape, 1)
     # Under a mask only lengths up to the same multiple of 256 are alike.
     lengths, tree = (20, 37, 300), shape == "a tree"
-    graph = _Graph(target, passes.cache, draft, 512 if tree else 0, (1,), None)
+    graph = _Graph(target, passes.cache, draft, 512 if tree else 0, (1,), _Outputs(5), None)
     found = []
     for length in lengths:
         filled(passes.cache, [length])
@@ -156,9 +156,30 @@ def test_graphs_and_buffers_stay_from_batch_to_batch(gpu: Any) -> None:
     assert target.kept_passes is not kept
 
 
+def bytes_of_outputs(passes: Passes) -> int:
+    """Bytes of the device that graphs keep for what they return."""
+    found = {x.memory: x.memory.size for graph in passes._graphs.values() for x in graph._made.tensors()}  # type: ignore[attr-defined]
+    return sum(found.values())
+
+
+def test_graphs_of_all_shapes_share_the_memory_of_their_outputs(gpu: Any) -> None:
+    target = bf16_target()
+    passes = Passes.of(target, 2, 40, 5)
+    for shape in (*PARENTS, *PARENTS):
+        draft = draft_of(shape, 2)
+        filled(passes.cache, [20, 9])
+        alone = run_draft(target, passes.cache, draft, (1, 3), longest=20)
+        made = passes(draft, 20, (1, 3))
+        for ours, same in zip(made.tensors(), (alone.aux, alone.last, target.head.logits(alone.last)), strict=True):
+            assert torch.equal(ours.cpu(), same.cpu()), shape
+    assert len(passes._graphs) == 3
+    # fp32 logits, bf16 states of two layers and the last, of two rows of five nodes
+    assert bytes_of_outputs(passes) == 2 * 5 * (4 * target.vocab_size + 2 * 3 * target.hidden_size)
+
+
 def test_a_shape_that_is_rare_is_not_captured(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "EAGER", 2)
-    passes, found = Passes.of(bf16_target(), 1, 40), []
+    passes, found = Passes.of(bf16_target(), 1, 40, 5), []
     for shape in ("a chain", "one token", "a chain", "a chain", "a chain"):
         filled(passes.cache, [20])
         gpu.counts.clear()
@@ -203,7 +224,7 @@ def test_a_kernel_that_reads_no_lengths_is_not_relied_on(
     forgets.default = flash.default  # type: ignore[attr-defined]
     monkeypatch.setattr(slots, "_flash", forgets)
     target = bf16_target()
-    passes = Passes.of(target, 1, 40)
+    passes = Passes.of(target, 1, 40, 5)
     filled(passes.cache, [20])
     theirs = by_transformers(target, passes.cache, draft_of("a chain", 1), 20)
     assert far_from(passes(draft_of("a chain", 1), 20, (1, 3)).output.last, theirs.last) < 0.05

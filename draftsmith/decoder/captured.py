@@ -1,31 +1,26 @@
-"""The target's passes over the drafts of a batch: on a GPU CUDA graphs, which start a pass's kernels at once.
+"""The target's passes over the drafts of a batch, and the verdicts on them: on a GPU CUDA graphs.
 
-A pass is captured once its shape has been seen a few times: so many nodes in so many rows and, under a mask, so many slots. It reads
-the draft and the lengths from memory of its own, and cached keys where they lie, so buffers stay from batch to batch.
+So many nodes in so many rows have a graph and, under a mask, so many slots. It reads cached keys where they lie, so buffers stay from
+batch to batch.
 
-Shapes: B rows, b some of these rows, N nodes, V target vocab.
+Shapes: B rows, b some of these rows, N nodes, V target vocab, D nodes of a path, X numbers of a row.
 """
 
-from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.draft import Draft
+from draftsmith.decoder.graphs import Graphs
 from draftsmith.decoder.passes import run_draft
+from draftsmith.decoder.sampling import Noise, Sampling
 from draftsmith.decoder.slots import BUCKET, Slots, Tree, is_chain, visible_slots
-from draftsmith.progress import say
-from draftsmith.target.pretrained import is_close
+from draftsmith.decoder.verify import Typical, Verdict, verify
 from draftsmith.target.target import Target, TargetOutput
-
-EAGER = 2
-"""Passes of a shape that run kernel by kernel before it is captured, which takes longer than a few of them: the last drafts of an answer
-are shorter than all others."""
-MOST = 32
-"""Graphs that are held; each takes memory for its kernels."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +30,6 @@ class Pass:
     output: TargetOutput
     logits_BNV: Tensor
 
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return aux, last and the logits."""
-        return self.output.aux, self.output.last, self.logits_BNV
-
 
 class Passes:
     """Passes of a target over drafts of the sequences in `cache`. Make them by `of`; `release` lets the next batch have their graphs."""
@@ -46,13 +37,13 @@ class Passes:
     def __init__(self, target: Target, rows: int, capacity: int, nodes: int) -> None:
         self._target, self.nodes = target, nodes
         self.captures = target.device.type == "cuda" and target.plain_pass is not None
+        self._graphs = Graphs(target.device, target.dtype, "the target's passes", rows * nodes, captures=self.captures)
+        self.verdicts = Graphs(target.device, target.dtype, "verdicts", rows * nodes)
         # With room to spare where it costs little, so that it suffices for the next batch.
         step = 1 if not self.captures else 2048 if rows <= 8 else BUCKET
         self.rows, self.capacity = rows, -(-capacity // step) * step
         with torch.inference_mode(False):  # so that another batch may write to them outside of it
             self.cache = KVCache.for_target(target, rows, self.capacity)
-        self._graphs: dict[tuple[Any, ...], _Graph] = {}
-        self._seen = Counter[tuple[Any, ...]]()
 
     @classmethod
     def of(cls, target: Target, rows: int, capacity: int, nodes: int) -> "Passes":
@@ -68,7 +59,7 @@ class Passes:
 
     def release(self) -> None:
         """Leave graphs and buffers to the next batch; these passes end."""
-        if self._graphs:
+        if self._graphs.held:
             self._target.kept_passes = self
             del self._target  # which would hold each other
 
@@ -77,123 +68,88 @@ class Passes:
         self, draft: Draft, longest: int, layer_ids: tuple[int, ...] = (), rows_b: Tensor | None = None
     ) -> Pass:
         """Run the target over the nodes of a draft, as `run_draft` does, and return its logits too."""
-        nodes = draft.tokens_BN.shape[1]
-        visible = (
-            0 if not self.captures or is_chain(self._target, draft) else visible_slots(self.cache, longest + nodes)
-        )
-        key = (len(self.cache.lengths_B), nodes, visible, draft.linear, layer_ids)
-        self._seen[key] += 1
-        if not self.captures or longest == 0 or rows_b is not None or self._seen[key] <= EAGER:
+        if not self.captures or longest == 0 or rows_b is not None:
             output = run_draft(self._target, self.cache, draft, layer_ids, rows_b, longest=longest)
             return Pass(output, self._target.head.logits(output.last))
+        nodes = draft.tokens_BN.shape[1]
+        visible = 0 if is_chain(self._target, draft) else visible_slots(self.cache, longest + nodes)
         self.cache.stage(nodes, longest)
-        if key not in self._graphs:
-            if (
-                key[0] not in {rows for rows, *_ in self._graphs} or len(self._graphs) >= MOST
-            ):  # or of rows that have left
-                self._graphs.clear()
-                self._outputs, self._pool = _Outputs(self.rows * self.nodes), torch.cuda.graph_pool_handle()
-            why = ""
-            try:
-                with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self._target.device):
-                    self._graphs[key] = _Graph(
-                        self._target, self.cache, draft, visible, layer_ids, self._outputs, self._pool
-                    )
-            except RuntimeError as error:
-                why = str(error).splitlines()[0]
-            if why:  # out of the exception, which holds what it had made
-                self.captures = False
-                self._graphs.clear()
-                del self._outputs
-                say(
-                    f"warning: the target's passes cannot be captured as CUDA graphs ({why}): their kernels are started one by one, "
-                    "which is slower.",
-                    once=True,
-                )
-                return self(draft, longest, layer_ids)
-        return self._graphs[key].run(draft, self.cache.lengths_B)
+        shape = (draft.depth_BN, draft.ancestors_BNN)
+        fixed = bool(draft.linear) or draft.tree is not None
+        # It must not hold these passes, which would hold each other.
+        target, cache = self._target, self.cache
+
+        def body(_: Noise | None, tokens_BN: Tensor, lengths_B: Tensor, *given: Tensor) -> Pass:
+            depth_BN, ancestors_BNN = given or shape
+            tree = Tree(ancestors_BNN, depth_BN) if visible else None
+            slots = Slots(cache, target.config, lengths_B, nodes, visible, tree)
+            output = target.attend_by(slots.attend, tokens_BN, layer_ids, lengths_B[:, None] + depth_BN)
+            return Pass(output, target.head.logits(output.last))
+
+        key = (visible, draft.linear, draft.tree, layer_ids)
+        return self._graphs.run(key, body, draft.tokens_BN, self.cache.lengths_B, *(() if fixed else shape))
 
 
-class _Outputs:
-    """Memory for `most` nodes that all graphs of a batch write what they return to: a round has read it before the next pass."""
+@dataclass(frozen=True)
+class HostRow:
+    """One row's round on the host. fault: see `refuse`. accepted, drafted: numbers of draft tokens. emitted: the accepted tokens and
+    the target's own. levels: draft tokens at each depth of a tree, empty for a chain."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._flat: dict[tuple[int, int], Tensor] = {}
-
-    def like(self, made: Pass) -> Pass:
-        """Return tensors of such shapes in it."""
-        aux, last, logits_BNV = map(self._view, range(3), made.tensors())
-        return Pass(TargetOutput(aux, last), logits_BNV)
-
-    def _view(self, place: int, made: Tensor) -> Tensor:
-        key = place, made.shape[2]
-        if key not in self._flat:
-            self._flat[key] = made.new_empty(self._most * made.shape[2])
-        return self._flat[key][: made.numel()].view(made.shape)
+    fault: int
+    accepted: int
+    drafted: int
+    emitted: list[int]
+    levels: tuple[int, ...]
 
 
-class _Graph:
-    """A captured pass over drafts like `draft`, over the first `visible` slots of the cache; 0 for chains that need no mask."""
+@dataclass(frozen=True)
+class Judged:
+    """The verdict on a draft. tokens_BD: a round's accepted tokens, then the target's own; what follows is padding. host_BX: all that the
+    host needs of it, in one transfer."""
 
-    def __init__(
-        self,
-        target: Target,
-        cache: KVCache,
-        draft: Draft,
-        visible: int,
-        layer_ids: tuple[int, ...],
-        outputs: _Outputs,
-        pool: Any,
-    ) -> None:
-        # Memory of its own, which a graph reads whatever becomes of the draft's.
-        self._tokens_BN, self._used_B = draft.tokens_BN.clone(), cache.lengths_B.clone()
-        self._depth_BN, self._tree = draft.depth_BN.clone(), None
-        if visible:
-            self._tree = Tree(draft.ancestors_BNN.clone(), self._depth_BN)
-        self._static = draft.tree
-        self._cache, self._visible, self._layer_ids = cache, visible, layer_ids
-        now, aside = torch.cuda.current_stream(target.device), torch.cuda.Stream(target.device)
-        aside.wait_stream(now)
-        with torch.cuda.stream(aside):
-            oracle = self._body(target)  # also lets libraries allocate what they keep
-        now.wait_stream(aside)
-        self._made = outputs.like(oracle)
-        self._graph = torch.cuda.CUDAGraph()
-        # The products' workspace lies in the graph's own memory then, which no other graph takes along when it goes.
-        _forget_workspaces()
-        # Other threads may go on meanwhile.
-        with torch.cuda.graph(self._graph, pool=pool, stream=aside, capture_error_mode="thread_local"):
-            # What the pass makes itself goes back to the pool, for the next graph's.
-            for kept, value in zip(self._made.tensors(), self._body(target).tensors(), strict=True):
-                kept.copy_(value)
-        _forget_workspaces()
-        self._made.logits_BNV.fill_(torch.nan)  # what a graph without kernels would leave
-        self._graph.replay()
-        expected = oracle.logits_BNV.to(target.dtype)
-        if bool(expected.isfinite().all()) and not is_close(self._made.logits_BNV, expected):
-            raise RuntimeError("a graph's logits are not those of its kernels one by one")
+    verdict: Verdict
+    tokens_BD: Tensor
+    host_BX: Tensor
 
-    def _body(self, target: Target) -> Pass:
-        nodes = self._tokens_BN.shape[1]
-        slots = Slots(self._cache, target.config, self._used_B, nodes, self._visible, self._tree)
-        positions_BN = self._used_B[:, None] + self._depth_BN
-        output = target.attend_by(slots.attend, self._tokens_BN, self._layer_ids, positions_BN)
-        return Pass(output, target.head.logits(output.last))
-
-    def run(self, draft: Draft, lengths_B: Tensor) -> Pass:
-        """Run the pass over a draft of this shape behind `lengths_B` cached tokens."""
-        self._tokens_BN.copy_(draft.tokens_BN)
-        self._used_B.copy_(lengths_B)
-        if not draft.linear and (draft.tree is None or draft.tree is not self._static):
-            self._static = draft.tree
-            self._depth_BN.copy_(draft.depth_BN)
-            if self._tree is not None:
-                self._tree.ancestors_BNN.copy_(draft.ancestors_BNN)
-        self._graph.replay()
-        return self._made
+    def to_host(self) -> list[HostRow]:
+        """Copy what the host needs from the device."""
+        rows, width = [], self.tokens_BD.shape[1]
+        for fault, accepted, nodes, *rest in self.host_BX.tolist():
+            deep = rest[width:]
+            deep = deep[: deep.index(0)] if 0 in deep else deep
+            rows.append(HostRow(fault, accepted, nodes - 1, rest[: accepted + 1], tuple(deep)))
+        return rows
 
 
-def _forget_workspaces() -> None:
-    if forget := getattr(torch._C, "_cuda_clearCublasWorkspaces", None):
-        forget()
+def judge(
+    graphs: Graphs,
+    draft: Draft,
+    logits_BNV: Tensor,
+    sampling: Sampling,
+    noise: Noise,
+    typical: Typical | None,
+    seen_BV: Tensor | None,
+) -> Judged:
+    """Verify a draft, see `verify`, and put together what a round emits."""
+    chain = draft.is_chain
+    given: dict[str, Any] = {"tokens_BN": draft.tokens_BN, "nodes_B": draft.nodes_B}
+    if not chain and draft.tree is None:
+        given["parents_BN"] = draft.parents_BN
+    if draft.draft_probs_BMW is not None:
+        given["draft_probs_BMW"] = draft.draft_probs_BMW
+    like = replace(draft, linear=chain, listen=None)
+
+    def body(noise: Noise, logits_BNV: Tensor, *tensors: Tensor) -> Judged:
+        fields: dict[str, Any] = dict(zip(given, tensors, strict=False))
+        here = replace(like, **fields)
+        verdict = verify(here, logits_BNV, sampling, noise, typical, tensors[-1] if len(tensors) > len(given) else None)
+        if chain:
+            tokens_BD = F.pad(here.tokens_BN[:, 1:], (0, 1))
+        else:
+            tokens_BD = here.tokens_BN.gather(1, F.pad(verdict.path_BD.clamp(min=0)[:, 1:], (0, 1)))
+        tokens_BD = tokens_BD.scatter(1, verdict.accepted_B[:, None], verdict.next_B[:, None])
+        counts_B3 = torch.stack([verdict.fault_B, verdict.accepted_B, here.nodes_B], 1)
+        return Judged(verdict, tokens_BD, torch.cat([counts_B3, tokens_BD, *([] if chain else [here.levels_BD])], 1))
+
+    key = (sampling, typical, chain, draft.tree, draft.depth, *given, id(draft.vocab_W))
+    return graphs.run(key, body, logits_BNV, *given.values(), *(() if seen_BV is None else (seen_BV,)), noise=noise)

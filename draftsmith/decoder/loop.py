@@ -10,14 +10,13 @@ target vocab, X features of a state.
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.decoder.answers import Decoded, Generation, Request, Round
-from draftsmith.decoder.captured import Passes
+from draftsmith.decoder.captured import HostRow, Passes, judge
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
 from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.sampling import Noise, NoiseTable, Sampling
@@ -62,18 +61,6 @@ class Stopwatch:
         self._last = self._now()
 
 
-@dataclass(frozen=True)
-class _HostRow:
-    """One row's round on the host. fault: see `refuse`. accepted, drafted: numbers of draft tokens. emitted: the accepted tokens and
-    the target's own. levels: draft tokens at each depth of a tree, empty for a chain."""
-
-    fault: int
-    accepted: int
-    drafted: int
-    emitted: list[int]
-    levels: tuple[int, ...]
-
-
 class Loop:
     """A batch at work. rows[b] is the answer of row b; a finished one keeps its row, and commits nothing, until a
     waiting prompt takes the row or the batch shrinks."""
@@ -95,7 +82,7 @@ class Loop:
         self.finished: list[Generation] = []
         capacity = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
         self._passes = Passes.of(target, rows, capacity + drafter.max_nodes, drafter.max_nodes)
-        self.cache = self._passes.cache
+        self.cache, self._verdicts = self._passes.cache, self._passes.verdicts
         drafter.start(rows, capacity)
         zeros_B = torch.zeros(rows, dtype=torch.long, device=target.device)
         state_B1D = torch.zeros(rows, 1, target.hidden_size, dtype=target.dtype, device=target.device)
@@ -139,9 +126,8 @@ class Loop:
         if draft.listen is not None:
             draft.listen(logits_BNV)
             watch.lap("draft")
-        verdict = verify(draft, logits_BNV, self.sampling, state.noise, self.typical, self.seen_BV)
-        tokens_BD = _emitted_tokens(draft, verdict)
-        host_rows = _to_host(draft, verdict, tokens_BD)
+        judged = judge(self._verdicts, draft, logits_BNV, self.sampling, state.noise, self.typical, self.seen_BV)
+        verdict, tokens_BD, host_rows = judged.verdict, judged.tokens_BD, judged.to_host()
         faults = (0 if answer.finish_reason else row.fault for answer, row in zip(self.rows, host_rows, strict=True))
         self._refuse(self.rows, draft, [*faults])
         depth, kept_B = self._commit(draft, verdict, host_rows)
@@ -179,7 +165,7 @@ class Loop:
             text = [*answer.request.prompt_ids, *answer.output_ids, *drafted]
             raise explain_not_finite(self.target, answer.request.sample_id, text) from found
 
-    def _commit(self, draft: Draft, verdict: Verdict, host_rows: Sequence[_HostRow]) -> tuple[int, Tensor]:
+    def _commit(self, draft: Draft, verdict: Verdict, host_rows: Sequence[HostRow]) -> tuple[int, Tensor]:
         """Commit the accepted paths of unfinished rows; return the most nodes of one, and each row's number."""
         active = [not answer.finish_reason for answer in self.rows]
         depth = 1 + max(row.accepted for row, runs in zip(host_rows, active, strict=True) if runs)
@@ -190,7 +176,7 @@ class Loop:
         self.cache.commit(draft, path_BD, kept_B)
         return depth, kept_B
 
-    def _emit(self, host_rows: Sequence[_HostRow], verdict: Verdict, tokens_BD: Tensor) -> None:
+    def _emit(self, host_rows: Sequence[HostRow], verdict: Verdict, tokens_BD: Tensor) -> None:
         """Append the emitted tokens to the answers, up to an end token or the limit, and note the round."""
         if self.seen_BV is not None:
             emitted_BD = tokens_BD.where(verdict.path_BD >= 0, verdict.next_B[:, None])
@@ -320,27 +306,6 @@ class Loop:
         root_B = state.root_B.index_copy(0, rows_b, first.tokens_Bn[:, 0])
         self._set_ends()
         self._set_state(root_B, state.keys_B.index_copy(0, rows_b, keys_b), new_tokens)
-
-
-def _emitted_tokens(draft: Draft, verdict: Verdict) -> Tensor:
-    """Return [B, D]: a round's accepted tokens, then the target's own; what follows is padding."""
-    if draft.is_chain:
-        tokens_BD = F.pad(draft.tokens_BN[:, 1:], (0, 1))
-    else:
-        tokens_BD = draft.tokens_BN.gather(1, F.pad(verdict.path_BD.clamp(min=0)[:, 1:], (0, 1)))
-    return tokens_BD.scatter(1, verdict.accepted_B[:, None], verdict.next_B[:, None])
-
-
-def _to_host(draft: Draft, verdict: Verdict, tokens_BD: Tensor) -> list[_HostRow]:
-    """Copy all that the host needs of a round from the device, in one transfer."""
-    counts_B3 = torch.stack([verdict.fault_B, verdict.accepted_B, draft.nodes_B], 1)
-    levels = [] if draft.is_chain else [draft.levels_BD]
-    rows, width = [], tokens_BD.shape[1]
-    for fault, accepted, nodes, *rest in torch.cat([counts_B3, tokens_BD, *levels], 1).tolist():
-        deep = rest[width:]
-        deep = deep[: deep.index(0)] if 0 in deep else deep
-        rows.append(_HostRow(fault, accepted, nodes - 1, rest[: accepted + 1], tuple(deep)))
-    return rows
 
 
 def _new_tokens(

@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.data.batch import collate
 from draftsmith.data.features.extract import compute_features, extract, summarise_logits
-from draftsmith.decoder import slots
+from draftsmith.decoder import graphs, slots
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Drafter, TargetAlone
@@ -100,15 +100,17 @@ def answer(device: str, name: str, sampling: Sampling, rule: Typical | None = No
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", variants([*DRAFTS, *HEADLESS], "eagle3, dynamic tree"))
-def test_decoding(name: str, sampling: str) -> None:
+def test_decoding(name: str, sampling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = answer("cpu", name, SAMPLINGS[sampling])
+    monkeypatch.setattr(graphs, "EAGER", 0)  # graphs from the first round on
     with pretended_gpu():
         assert answer("cuda", name, SAMPLINGS[sampling]) == here
 
 
-def test_typical_acceptance() -> None:
+def test_typical_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
     case = ("medusa, static tree", Sampling(1.0), Typical(0.5, 0.9))
     here = answer("cpu", *case)
+    monkeypatch.setattr(graphs, "EAGER", 0)
     with pretended_gpu():
         assert answer("cuda", *case) == here
 

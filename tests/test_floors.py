@@ -28,7 +28,7 @@ FLOORS = (
     ("eval/simulate",),
     ("eval/drafters",),
     ("eval/conformance", "eval/results", "eval/training"),
-    ("eval/clocks", "eval/gate"),
+    ("eval/clocks", "eval/gate", "eval/ledger"),
     ("eval/measure",),
     ("eval/planner",),
     ("eval/tree_search", "eval/report", "eval/engines"),

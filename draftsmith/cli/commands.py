@@ -177,6 +177,10 @@ _COMPARE = (
     Option("--output", "FILE", "Keep the whole comparison, in a file that ends in .md or .json.", Path),
     Option("--fail-if-worse", None, "Exit with code 3 where a number is worse beyond noise."),
 )
+_ACCEPTANCE = (
+    Option("--report", "FILE", "The result.json of an evaluation, whose tau stands beside.", Path),
+    Option("--drafter", "NAME", "That drafter of it; its first if left out.", text),
+)
 _COUNT = Option("--count", "N", "How many conversations.", whole_number("a number of conversations, at least 1"), 3)
 _PLAN = (
     Option(
@@ -247,6 +251,13 @@ COMMANDS: dict[str, Command] = {
         _COMPARE,
         takes_recipe=False,
         words="OLD NEW ",
+    ),
+    "acceptance": Command(
+        "what an engine's log, answers or /metrics tell of acceptance, in everybody's words: acceptance FILE_OR_URL",
+        _ACCEPTANCE,
+        "ledger:acceptance",
+        takes_recipe=False,
+        words="FILE_OR_URL ",
     ),
     "import": Command(
         "take the MTP layer out of the target's own files as a head, and measure which of the target's states it reads",

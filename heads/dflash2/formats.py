@@ -110,7 +110,18 @@ LAYOUTS = (
                 ),
                 needs="states",
                 since="0.28",
-            )
+            ),
+            "sglang": Served(
+                engines.start_sglang("DFLASH"),
+                rules=(_OWN_VOCABULARY, _BIAS),
+                caveats=(
+                    _LENGTH,
+                    "SGLang runs DFlash2 on GPUs alone. The root counts: a block of B slots is B draft tokens, of which B - 1 are drafted. Above "
+                    "temperature 0 it draws them over the candidates, as draftsmith does. It must be of August 2026 or later, as earlier ones take a "
+                    "window for causal whatever `is_causal` says.",
+                ),
+                needs="blocks",
+            ),
         },
     ),
     Layout(

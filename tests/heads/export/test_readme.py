@@ -25,7 +25,13 @@ VLLM_METHODS = {
     "peagle": "eagle3",
     "xpress": "dflash",
 }
-SGLANG_ALGORITHMS = {"domino": "DFLASH", "draft_model": "STANDALONE", "eagle1_sglang": "EAGLE", "eagle3": "EAGLE3"}
+BLOCKS = ("dflash2", "domino")
+SGLANG_ALGORITHMS = {
+    **dict.fromkeys(BLOCKS, "DFLASH"),
+    "draft_model": "STANDALONE",
+    "eagle1_sglang": "EAGLE",
+    "eagle3": "EAGLE3",
+}
 TENSORRT_LLM_KEYS = {
     "draft_model": {"decoding_type": "DraftTarget"},
     "eagle3": {"decoding_type": "Eagle3", "eagle3_layers_to_capture": [0, 2, 4]},
@@ -87,11 +93,12 @@ def test_every_export_says_how_each_engine_is_started(layout, tmp_path):
             assert words[:3] == ["vllm", "serve", str(place)]
         if "--speculative-algorithm" in words and layout in SGLANG_ALGORITHMS:
             assert after(words, "--speculative-algorithm") == SGLANG_ALGORITHMS[layout]
-            if layout == "domino":
+            if layout in BLOCKS:
                 assert "--speculative-num-steps" not in words, "it has a block, not steps"
             else:
                 assert after(words, "--speculative-num-steps") == "5"
-            assert after(words, "--speculative-num-draft-tokens") == ("4" if layout == "domino" else "6")
+            slots = {"domino": "4", "dflash2": "4"}
+            assert after(words, "--speculative-num-draft-tokens") == slots.get(layout, "6")
             assert after(words, "--tp-size") == "2"
         if words[0] == "text-generation-launcher":
             assert (after(words, "--speculate"), after(words, "--num-shard")) == ("3", "2")

@@ -16,7 +16,6 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.memory import move
-from draftsmith.errors import UserError
 from draftsmith.heads.layers.from_target import LAYER_KEYS
 from draftsmith.heads.plan import Plan, flat_rows
 from draftsmith.heads.selector import Selector
@@ -49,7 +48,7 @@ class StepOutput:
             then of `rounds` with the head's own guesses. rounds None: those behind a prefix, whose end is at the step in the last of `inputs`.
         feature: [R, H] the predicted last state of the target at position t+1+offset (EAGLE-1).
         confidence: [R] the log-odds that the drafted token is accepted, given that those before it are (DSpark).
-        stops: [R] bool, True where the draft ends before this token, which it must not depend on.
+        temperature: what `confidence` is divided by, a scalar, fitted after training; None where there is no confidence.
         selector: what chooses among the likeliest tokens; drafts then have its scores for logits. None: nothing does.
         precision: the autocast that `project` runs in, that of the place where the step was made.
     """
@@ -60,7 +59,7 @@ class StepOutput:
     project: Callable[..., Tensor] = _same
     feature: Tensor | None = None
     confidence: Tensor | None = None
-    stops: Tensor | None = None
+    temperature: Tensor | None = None
     selector: Selector | None = None
     besides: Callable[..., Sequence[Tensor]] | None = None
     rounds: int | None = 0
@@ -120,6 +119,11 @@ class HeadOutput:
     def scored(self) -> tuple[StepOutput, ...]:
         """All that the loss compares with the target: the steps, and behind them `tuned`."""
         return self.steps if self.tuned is None else (*self.steps, self.tuned)
+
+
+def accepted(log_odds: Tensor, temperature: Tensor) -> Tensor:
+    """Return the chance that a token is accepted, given that those before it are, by a head's confidence."""
+    return torch.sigmoid(log_odds.float() / temperature)
 
 
 def shift_left(x_BL: Tensor, steps: int, fill: int | bool) -> Tensor:
@@ -226,7 +230,7 @@ class DraftHead(nn.Module, ABC):
     - decoding has the probabilities of training: those that `forward` gives for the same text
     - drafts are drawn from the probabilities that they name: sampled text follows the target's distribution only then
     - simulated acceptance equals decoded acceptance: exactly at temperature 0, within the sampling error above it
-    - drafts end where the confidence says: see `with_confidence_threshold`
+    - drafts end where a rule says: see `draftsmith/decoder/lengths.py`
     - packed documents train like single ones: with the same loss and gradients
     - logits come for the supervised rows: for those that `supervised` yields, in ascending order
     - the same seed trains the same head: bit by bit on a CPU; a GPU may add up gradients in another order every time
@@ -347,19 +351,6 @@ class DraftHead(nn.Module, ABC):
             What the reports show of it; empty where nothing is fitted.
         """
         return {}
-
-    def with_confidence_threshold(self, threshold: float) -> "DraftHead":
-        """Return a head of the same weights whose drafts end early.
-
-        Args:
-            threshold: a draft ends before the first token that it survives with a smaller probability, by the head's confidence.
-
-        Raises:
-            UserError: the head has no confidence.
-        """
-        raise UserError(
-            f"evaluate.drafts: confidence_threshold is {threshold}, but {self.method} heads, or this one, say no confidence: leave it out."
-        )
 
     def deployed(self, target: Target) -> "DraftHead":
         """Return the head as it drafts after training: itself, or where it tuned `target` one that reads the tuned target."""

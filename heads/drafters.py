@@ -27,16 +27,22 @@ from draftsmith.decoder.draft import (
     listed,
     numbers,
 )
-from draftsmith.decoder.growth import Level, child_uniforms, growth, start_beam
+from draftsmith.decoder.growth import Level, chain_token_by_token, child_uniforms, growth, start_beam
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import DRAFT, draw, draw_children, probs
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.heads.base import DraftHead
 
 
-def draft_chain(state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, greedy: bool) -> Draft:
-    """Return a chain of K tokens: drawn under the target's sampling settings, or (greedy) the most likely ones."""
+def draft_chain(
+    state: DecodeState, logits_BKW: Tensor, head: DraftHead, *, greedy: bool, rule: LengthRule | None = None
+) -> Draft:
+    """Return a chain of K tokens: drawn under the target's sampling settings, or (greedy) the most likely ones; of fewer by a rule."""
     drafted_B = state.limit_B.clamp(0, logits_BKW.shape[1])
-    if greedy or state.sampling.greedy:
+    if rule is not None:
+        drafted_B = torch.minimum(drafted_B, rule.length(logits_BKW))
+        logits_BKW = logits_BKW[:, : int(drafted_B.max())]
+    if greedy or state.sampling.greedy or not logits_BKW.shape[1]:
         return Draft.chain(state.root_B, head.target_ids(logits_BKW.argmax(-1)), drafted_B)
     draft_probs_BKW = probs(logits_BKW, state.sampling)
     uniform_BK = state.noise.draw(DRAFT, logits_BKW.shape[1])
@@ -131,6 +137,7 @@ class HeadDrafter(StatelessDrafter):
         tree: None for chains.
         drawn: a static tree's tokens are drawn without replacement instead of being the most likely ones.
         greedy_drafts: a chain of argmaxes at every temperature, as vLLM drafts.
+        rule: a chain ends where it says; None for chains of one length.
     """
 
     name = ""
@@ -144,18 +151,37 @@ class HeadDrafter(StatelessDrafter):
         tree: StaticTree | DynamicTree | None = None,
         drawn: bool = False,
         greedy_drafts: bool = False,
+        rule: LengthRule | None = None,
     ) -> None:
         most = head.drafts.max_speculative_tokens
         assert not drawn or isinstance(tree, StaticTree)
         assert num_speculative_tokens >= 1
         assert most is None or num_speculative_tokens <= most
-        assert tree is None or tree.depth <= num_speculative_tokens
+        assert tree is None or (rule is None and tree.depth <= num_speculative_tokens)
         self.head: Any = head.eval()
         self.name, self.layer_ids = self.name or head.method, head.reads.layer_ids
         self.num_speculative_tokens = num_speculative_tokens if tree is None else tree.depth
         self.tree: Any = tree
         self.max_nodes = 1 + num_speculative_tokens if tree is None else tree.max_nodes
-        self.drawn, self.greedy_drafts = drawn, greedy_drafts
+        self.drawn, self.greedy_drafts, self.rule = drawn, greedy_drafts, rule
+
+    def chain(
+        self,
+        state: DecodeState,
+        depth: int,
+        next_logits: Callable[[int, Tensor], Tensor],
+        chance: Callable[[int, Tensor], Tensor] | None = None,
+    ) -> Draft:
+        """Return a chain of so many tokens, see `chain_token_by_token`."""
+        return chain_token_by_token(
+            state,
+            depth,
+            next_logits,
+            greedy=self.greedy_drafts,
+            vocab_W=self.head.draft_vocab,
+            rule=self.rule,
+            chance=chance,
+        )
 
     def draft_all(self, state: DecodeState, logits_BKW: Tensor) -> Draft:
         """Return the draft of K tokens, or a tree no deeper, from the logits of all depths at once."""
@@ -163,7 +189,7 @@ class HeadDrafter(StatelessDrafter):
             return draft_best(state, logits_BKW, self.head, self.tree)
         if self.tree is not None:
             return draft_tree(state, logits_BKW, self.head, self.tree, drawn=self.drawn)
-        return draft_chain(state, logits_BKW, self.head, greedy=self.greedy_drafts)
+        return draft_chain(state, logits_BKW, self.head, greedy=self.greedy_drafts, rule=self.rule)
 
 
 class LayerCache(KVCache):

@@ -9,6 +9,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from importlib import import_module, metadata
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.errors import UserError
@@ -34,7 +35,7 @@ class Method:
     """The dataclass of the recipe's `head:` section."""
     drafter: str
     """A callable (head, num_speculative_tokens) -> Drafter, which proposes with the head when decoding. For the kinds
-    of trees that `trees` names it also takes tree= and drawn=."""
+    of trees that `trees` names it also takes tree= and drawn=, and rule= where its chains may end early."""
     head: str = "head"
     """The module with `build` and `load`."""
     formats: str | None = None
@@ -59,6 +60,11 @@ class Method:
         """Return the kinds of trees that a head with these options drafts: those of `trees`, or none where its options name one (`chains_alone`) with
         which it drafts chains alone."""
         return frozenset() if getattr(options, "chains_alone", "") else self.trees
+
+    @property
+    def ends_chains(self) -> bool:
+        """Whether its drafter takes a `rule` that ends chains early."""
+        return "rule" in signature(self.make_drafter).parameters
 
     @property
     def options_class(self) -> type:

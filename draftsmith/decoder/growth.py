@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoder.draft import DecodeState, Draft, listed, numbers
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import DRAFT, draw, probs
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 
@@ -29,25 +30,36 @@ def chain_token_by_token(
     *,
     greedy: bool = False,
     vocab_W: Tensor | None = None,
+    rule: LengthRule | None = None,
+    chance: Callable[[int, Tensor], Tensor] | None = None,
 ) -> Draft:
     """Return a chain of `length` tokens, each drawn under the target's sampling settings, or the most likely one: at
     temperature 0, and everywhere where `greedy` is set (as vLLM drafts).
 
     next_logits(k, tokens_B): the logits [B, W] of the k-th drafted token, given the token before it (for k = 0 the
-    root); called once for each k, in order. vocab_W: the target ids of their columns, None if they are the same.
+    root); called once for each k, in order. vocab_W: the target ids of their columns, None if they are the same. rule: drafts end where
+    it says. chance(k, tokens_B): the chance that the k-th token is accepted, given the one before it, where a head says so; None: by the
+    rule.
     """
     greedy = greedy or state.sampling.greedy
     uniform_BK = None if greedy else state.noise.draw(DRAFT, length)
     tokens, draft_probs = [state.root_B], []
+    drafted_B, reached_B = state.limit_B.clamp(0, length), None
     for k in range(length):
         logits_BW = next_logits(k, tokens[-1])
+        if rule is not None:
+            chance_B = rule.chance(k, logits_BW) if chance is None else chance(k, tokens[-1])
+            reached_B = chance_B if reached_B is None else reached_B * chance_B
+            drafted_B = torch.where(reached_B < rule.floors[k], drafted_B.clamp(max=k), drafted_B)
+            if not bool((drafted_B > k).any()):
+                break
         if uniform_BK is None:
             choice_B = logits_BW.argmax(-1)
         else:
             draft_probs.append(probs(logits_BW, state.sampling))
             choice_B = draw(draft_probs[-1], uniform_BK[:, k])
         tokens.append(choice_B if vocab_W is None else vocab_W[choice_B])
-    tokens_BK, drafted_B = torch.stack(tokens[1:], 1), state.limit_B.clamp(0, length)
+    tokens_BK = torch.stack(tokens[1:], 1) if len(tokens) > 1 else state.root_B.new_zeros(len(state.root_B), 0)
     if not draft_probs:
         return Draft.chain(state.root_B, tokens_BK, drafted_B)
     return Draft.chain(state.root_B, tokens_BK, drafted_B, torch.stack(draft_probs, 1), vocab_W)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree, load_tree
 from draftsmith.decoder.verify import Typical
@@ -34,7 +35,7 @@ class DraftSpec:
     """best_first, accum_logp: other total_tokens, that are simulated in the same pass; null: 8, 16, 32, ... up to its own."""
     confidence_threshold: float | None = field(default=None, metadata=LATER | within(0, 1, above=True, below=True))
     """chain: a draft ends before the first token that is less likely than this to be reached and accepted, by the head's own
-    confidences (DSpark); null: it never ends early."""
+    confidences (DSpark), else by the largest probability of each token's distribution; null: it never ends early."""
     weights: Literal["int8", "int4", "float8"] | None = field(default=None, metadata=LATER)
     """The head's linear layers with weights rounded to this, as torchao does; null: as they are. Texts stay exact."""
     heads: list[str] = field(default_factory=list, metadata=LATER)
@@ -55,6 +56,11 @@ class DraftSpec:
     def drawn(self) -> bool:
         """Whether children are drawn from the head's distribution."""
         return self.children == "drawn"
+
+    def rule(self, most: int) -> LengthRule | None:
+        """Return where chains of at most `most` tokens end, None for chains of one length."""
+        value = self.confidence_threshold
+        return None if value is None else LengthRule((value,) * most)
 
     def load(self) -> StaticTree | DynamicTree | None:
         """Return the tree, None for a chain. Raises UserError for an unknown name and a file that holds no tree."""

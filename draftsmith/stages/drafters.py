@@ -199,11 +199,10 @@ def select_drafters(
         c for name, head in heads.items() for c in ways_to_draft(spec, name, head, target, warn, compared=compared)
     ]
     for draft in spec.drafts:
-        threshold = draft.confidence_threshold
-        if threshold is not None and not any(c.threshold == threshold for c in drafters):
+        if (rule := draft.rule(spec.max_k)) is not None and not any(c.rule == rule for c in drafters):
             raise UserError(
-                f"evaluate.drafts has the confidence_threshold {threshold}, but none of the heads ({', '.join(heads)}) says how "
-                "sure it is: remove it."
+                f"evaluate.drafts has the confidence_threshold {draft.confidence_threshold}, but none of the heads ({', '.join(heads)}) "
+                "ends its chains early: remove it."
             )
     own = next(iter(heads.values()))
     if not any(c.head is own for c in drafters):
@@ -236,7 +235,7 @@ def ways_to_draft(
         for draft, tree in ((draft, draft.load()) for draft in spec.drafts)
         if (not draft.heads or name in draft.heads)
         and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees_of(head.options))
-        and (draft.confidence_threshold is None or "confidence" in head.trains.outputs or bool(draft.heads))
+        and (draft.confidence_threshold is None or find_method(head.method).ends_chains)
     ]
     most = head.drafts.max_speculative_tokens
     if most is not None and most < spec.num_speculative_tokens and any(tree is None for _, tree in ways):
@@ -259,7 +258,7 @@ def ways_to_draft(
             drawn=draft.drawn,
             typical=draft.typical,
             verifier=tuned,
-            threshold=draft.confidence_threshold,
+            rule=draft.rule(spec.max_k),
             weights=draft.weights,
             budgets=draft.budgets or (),
         )
@@ -277,7 +276,7 @@ def at_temperature(drafters: list[SystemUnderTest], sampling: Sampling) -> list[
     kept: list[SystemUnderTest] = []
     for c in sorted(drafters, key=lambda c: (not c.lossless, c.drawn)):
         if c.head is None or not any(
-            (c.head is k.head) and (c.tree, c.threshold, c.weights) == (k.tree, k.threshold, k.weights) for k in kept
+            (c.head is k.head) and (c.tree, c.rule, c.weights) == (k.tree, k.rule, k.weights) for k in kept
         ):
             kept.append(c)
     return [c for c in drafters if c in kept]

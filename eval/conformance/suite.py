@@ -23,6 +23,7 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.decoder.answers import tally_generation, total
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
 from draftsmith.eval.conformance.recorded_drafts import (
@@ -41,6 +42,7 @@ from draftsmith.eval.conformance.recorded_drafts import (
 )
 from draftsmith.eval.conformance.spec import Spec, pack, tiny_target, train_briefly
 from draftsmith.eval.drafters.system import head_system
+from draftsmith.eval.simulate.acceptance import chances
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead, supervised_rows
 from draftsmith.heads.checkpoint import save_head
@@ -75,46 +77,51 @@ def check_drawn_as_named(spec: Spec) -> None:
 def check_simulation(spec: Spec) -> None:
     """Check that the acceptance computed from the training pass is the decoder's: exactly at temperature 0, within the
     sampling error at 1."""
-    _same_rounds(spec, spec.deployed)
+    _same_rounds(spec)
 
 
-def check_confidence(spec: Spec) -> None:
-    """Check that drafts end where the training pass's confidences say so; heads without a confidence pass."""
-    if "confidence" not in spec.head.trains.outputs:
+def check_ends(spec: Spec) -> None:
+    """Check that drafts end where a rule says so by the training pass, in some places and not in others; heads whose drafter takes no
+    rule pass."""
+    if not find_method(spec.method).ends_chains:
         return
-    batch = pack(spec, [[sample] for sample in spec.samples])
-    ends: dict[float, float] = {}
-    for tenth in range(1, 10):
-        with torch.no_grad():
-            steps = spec.deployed.with_confidence_threshold(tenth / 10).eval()(batch, spec.length).steps
-        stops = [step.stops for step in steps if step.stops is not None]
-        require(
-            len(stops) == len(steps), "a head with a threshold does not say where its drafts end (StepOutput.stops)"
-        )
-        ends[tenth / 10] = float(torch.cat(stops).float().mean())
-    threshold = min(ends, key=lambda t: abs(ends[t] - 0.5))
-    require(0.0 < ends[threshold] < 1.0, f"no threshold ends some drafts and not others{LEARN}")
-    _same_rounds(
-        spec, spec.deployed.with_confidence_threshold(threshold), f" with the confidence threshold {threshold:g}"
-    )
+    batch, head = pack(spec, [[sample] for sample in spec.samples]), spec.deployed
+    with torch.no_grad():
+        output = head(batch, spec.length)
+        steps = [
+            (step, chances(step, torch.arange(len(step.rows)), step.logits, LengthRule(()))) for step in output.steps
+        ]
+    reached, floors = torch.ones(batch.ids.numel()), list[float]()
+    for step, chance_R in steps:
+        reached[step.rows] *= chance_R
+        middle = len(step.rows) // 2
+        # Between two of them, so that rounding moves none.
+        floors.append(float(reached[step.rows].sort().values[middle - 1 : middle + 1].mean()))
+    require(max(floors) < 1, f"every token is certain to be accepted{LEARN}")
+    _same_rounds(spec, LengthRule(tuple(floors)))
 
 
-def _same_rounds(spec: Spec, head: DraftHead, where: str = "") -> None:
-    """Require that decoding with `head` takes the rounds that the training pass predicts. where: for messages, what
-    makes its drafts end early, or ""; where they do, tokens drafted after a rejection are unknown and not compared."""
-    k = spec.length
+def _same_rounds(spec: Spec, rule: LengthRule | None = None) -> None:
+    """Require that decoding takes the rounds that the training pass predicts. rule: ends drafts early; how many tokens those have
+    is predicted for heads that draft by the text alone."""
+    k, head, where = spec.length, spec.deployed, "" if rule is None else " where a rule ends drafts"
+    requests = spec.requests[:: 1 if rule is None else 3]
+    system = head_system("", head, k, k, rule=rule)
     for sampling in (GREEDY, SAMPLED):
-        drafter = find_method(spec.method).make_drafter(head, k)
-        generations = decode_batch(spec.verifier, drafter, spec.requests, sampling, rows=16).generations
+        drafter = system.make(k)
+        generations = decode_batch(spec.verifier, drafter, requests, sampling, rows=16).generations
         decoded = [tally_generation(g, k) for g in generations]
-        simulated = [t[k - 1] for t in simulate_generations(spec.verifier, head, generations, sampling, k).tallies]
+        simulated = [
+            t[k - 1] for t in simulate_generations(spec.verifier, head, generations, sampling, k, rule=rule).tallies
+        ]
         require(
-            bool(total(decoded, k).accepted_K[0] >= FEW),
-            f"fewer than {FEW} drafts were accepted at {sampling}{where}{LEARN}",
+            rule is not None or bool(total(decoded, k).accepted_K[0] >= FEW),
+            f"fewer than {FEW} drafts were accepted at {sampling}{LEARN}",
         )
         if sampling.greedy:
             ours, theirs = (
-                figures(replace(total(x, k), drafted=0) if where else total(x, k)) for x in (simulated, decoded)
+                figures(total(x, k) if system.counts_drafts else replace(total(x, k), drafted=0))
+                for x in (simulated, decoded)
             )
             message = f"simulated and decoded rounds differ at temperature 0{where}"
             require(torch.allclose(ours, theirs, atol=1e-6), message)
@@ -293,7 +300,7 @@ CHECKS: dict[str, Callable[[Spec], None]] = {
     "decoding has the probabilities of training": check_decoding_equals_training,
     "drafts are drawn from the probabilities that they name": check_drawn_as_named,
     "simulated acceptance equals decoded acceptance": check_simulation,
-    "drafts end where the confidence says": check_confidence,
+    "drafts end where a rule says": check_ends,
     "packed documents train like single ones": check_packing,
     "logits come for the supervised rows": check_supervised_rows,
     "the same seed trains the same head": check_seeds,

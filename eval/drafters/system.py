@@ -5,11 +5,13 @@ K: num_speculative_tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from draftsmith.decoder.answers import Decoded, Generation, Request
 from draftsmith.decoder.cache import KVCache, entry_bytes
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Drafter
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.decoder.verify import Typical
@@ -96,8 +98,8 @@ class SystemUnderTest:
     distribution. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance cannot be computed from the
     text alone. fixed_length: every round drafts as many tokens as fit, so that K tells what a round costs. fingerprint: of the draft
     model. head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None for the
-    evaluation's own. threshold: a draft ends before the first token of a lower chance, by the head's confidence. shape: the name of
-    a baseline's tree. most_nodes: tokens of its largest target pass, None for the root and K. budgets: total_tokens of its tree, that
+    evaluation's own. rule: where its chains end, None for chains of one length. whole: what a head drafts depends on the text alone, not
+    on its own tokens. shape: the name of a baseline's tree. most_nodes: tokens of its largest target pass, None for the root and K. budgets: total_tokens of its tree, that
     are simulated in the same pass.
     """
 
@@ -115,7 +117,8 @@ class SystemUnderTest:
     fingerprint: str | None = None
     head: DraftHead | None = None
     verifier: Target | None = None
-    threshold: float | None = None
+    rule: LengthRule | None = None
+    whole: bool = False
     trained_length: int | None = None
     weights: str | None = None
     weight_bytes: int = 0
@@ -125,9 +128,9 @@ class SystemUnderTest:
 
     @property
     def counts_drafts(self) -> bool:
-        """Whether a simulation knows how many tokens are drafted. With a threshold it does not: where a draft ends
+        """Whether a simulation knows how many tokens are drafted. With a rule only where the text tells them: where another draft ends
         depends on its own tokens, which behind a rejected one are not the text's."""
-        return self.threshold is None
+        return self.rule is None or self.whole
 
     @property
     def lossless(self) -> bool:
@@ -214,11 +217,11 @@ def head_system(
     drawn: bool = False,
     typical: Typical | None = None,
     verifier: Target | None = None,
-    threshold: float | None = None,
+    rule: LengthRule | None = None,
     weights: str | None = None,
     budgets: Sequence[int] = (),
 ) -> SystemUnderTest:
-    """Return the drafter of `head`; its name says how it drafts. verifier, threshold, weights: see `SystemUnderTest`. budgets: of a
+    """Return the drafter of `head`; its name says how it drafts. verifier, rule, weights: see `SystemUnderTest`. budgets: of a
     tree that is simulated while it grows; by default some up to its own, which is among them in any case.
 
     Draft lengths are clamped to the head's longest; a tree has its own. Raises UserError for one it cannot draft.
@@ -229,21 +232,19 @@ def head_system(
         _check_tree(tree, drawn, name, head)
         lengths, shape = (tree.depth, tree.depth), f" {tree_name(tree, drawn)}"
     rounded = "" if weights is None else f", {weights}"
-    until = "" if threshold is None else f" until {threshold:g}"
+    until = "" if rule is None else f" until {rule.floors[0]:g}"
     lossy = "" if typical is None else ", typical (lossy)"
     tuned = ", tuned target" if "tuned" in head.trains.outputs or verifier is not None else ""
-    drafting = head if threshold is None else head.with_confidence_threshold(threshold)
-    if weights is not None:
-        drafting = quantize_head(drafting, weights)
+    drafting = head if weights is None else quantize_head(head, weights)
     pack_linears(drafting)
 
     def make(k: int) -> Drafter:
-        how = {} if tree is None else {"tree": cut_tree(tree, k), "drawn": drawn}
-        return method.make_drafter(drafting, k, **how)
+        how: dict[str, Any] = {} if tree is None else {"tree": cut_tree(tree, k), "drawn": drawn}
+        return method.make_drafter(drafting, k, **how | ({} if rule is None else {"rule": rule}))
 
     simulate = None
     if typical is None and is_simulated(tree, drawn):
-        simulate = head_simulator(drafting, tree=tree, budgets=_budgets(tree, budgets))
+        simulate = head_simulator(drafting, tree=tree, budgets=_budgets(tree, budgets), rule=rule)
     return SystemUnderTest(
         name + rounded + until + shape + lossy + tuned,
         head.method,
@@ -253,11 +254,12 @@ def head_system(
         drawn=drawn,
         typical=typical,
         simulate=simulate,
-        fixed_length=drafting.drafts.fixed_length,
+        fixed_length=drafting.drafts.fixed_length and rule is None,
         parameters=sum(p.numel() for p in drafting.parameters() if p.requires_grad),
         head=head,
         verifier=verifier,
-        threshold=threshold,
+        rule=rule,
+        whole={"static", "best_first"} <= method.trees_of(head.options),
         weights=weights,
         weight_bytes=weight_bytes(head, weights),
         budgets=() if simulate is None else simulate.budgets,

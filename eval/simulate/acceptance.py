@@ -19,11 +19,12 @@ from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.answers import Tally
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import Sampling, penalize, probs
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.decoder.verify import look_up
 from draftsmith.errors import UserError
-from draftsmith.heads.base import HeadOutput, StepOutput
+from draftsmith.heads.base import HeadOutput, StepOutput, accepted
 from draftsmith.target.target import TargetHead
 
 _CHUNK_ROWS = 1024
@@ -61,22 +62,24 @@ def acceptance(
     *,
     tree: StaticTree | None = None,
     greedy_drafts: bool = False,
+    rule: LengthRule | None = None,
 ) -> Acceptance:
     """Return the acceptance probabilities of the batch's text from the logits of a head's training pass.
 
     tree: a static tree instead of a chain; c[t, k] is then 1 where the text follows the tree from row t's root down to
     depth k + 1, else 0. greedy_drafts: a chain's tokens are the draft's argmax at every temperature (as vLLM drafts by
-    default). Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
+    default). rule: a chain ends where it says. Raises UserError when the text has probability 0 under the settings: it was not sampled with them.
     """
     if tree is not None:
         return _follow_tree(output, batch, target_head, draft_vocab_W, sampling, tree)
     if output.tuned is not None:
-        return _tuned_acceptance(output, batch, sampling, greedy_drafts)
+        return _tuned_acceptance(output, batch, sampling, greedy_drafts, rule)
     ids = batch.ids.flatten()
     c = torch.full((len(ids), len(output.steps)), torch.nan, dtype=torch.float64, device=ids.device)
     # Position t + 1 + k of step k is position t' + 1 of some step-0 row t', so step 0 covers them all.
     positions = output.steps[0].rows + 1
     p, off_text = text_probs(batch, target_head, positions, sampling)
+    reached = torch.ones_like(c[:, 0], dtype=torch.float32)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
             at, logits_RW = step.rows[piece], step.logits_of(piece)
@@ -89,9 +92,23 @@ def acceptance(
             else:
                 q_R = look_up(probs(logits_RW, sampling), token_R, draft_vocab_W).q
                 c[at, step.offset] = (q_R.double() / p[at + 1 + step.offset]).clamp(max=1)
-            if step.stops is not None:
-                c[at[step.stops[piece]], step.offset] = torch.nan  # a round drafts no further than that
+            if rule is not None:
+                _end(c, reached, step, piece, logits_RW, rule)
     return Acceptance(c.view(*batch.ids.shape, -1), off_text)
+
+
+def _end(c: Tensor, reached: Tensor, step: StepOutput, piece: Tensor, logits_RW: Tensor, rule: LengthRule) -> None:
+    """End some rows' drafts before a step's token where a rule says so. reached: the chance [B*L] that the token before is accepted."""
+    at = step.rows[piece]
+    reached[at] *= chances(step, piece, logits_RW, rule)
+    c[at[reached[at] < rule.floors[step.offset]], step.offset] = torch.nan
+
+
+def chances(step: StepOutput, piece: Tensor, logits_RW: Tensor, rule: LengthRule) -> Tensor:
+    """Return [R]: the chance that a step's token is accepted, given that those before it are, as a drafter estimates it."""
+    if step.confidence is None or step.temperature is None:
+        return rule.chance(step.offset, logits_RW)
+    return accepted(step.confidence[piece], step.temperature)
 
 
 def _follow_tree(
@@ -179,7 +196,9 @@ def seen_in_text(batch: TrainBatch, at_R: Tensor, vocab_size: int) -> Tensor:
     return torch.zeros(len(at_R), vocab_size, dtype=torch.bool, device=at_R.device).scatter_(1, ids_RL, True)
 
 
-def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling, greedy_drafts: bool) -> Acceptance:
+def _tuned_acceptance(
+    output: HeadOutput, batch: TrainBatch, sampling: Sampling, greedy_drafts: bool, rule: LengthRule | None
+) -> Acceptance:
     """Return the acceptance of drafts under the target that is tuned with the head and will verify them.
 
     The text is the original target's, so its tokens decide nothing: a draft is accepted with sum_x min(p(x), q(x)),
@@ -187,13 +206,16 @@ def _tuned_acceptance(output: HeadOutput, batch: TrainBatch, sampling: Sampling,
     """
     tuned, shape = cast(StepOutput, output.tuned), (*batch.ids.shape, len(output.steps))
     c = torch.full(shape, torch.nan, dtype=torch.float64, device=batch.ids.device).flatten(0, 1)
+    reached = torch.ones_like(c[:, 0], dtype=torch.float32)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=c.device).split(_CHUNK_ROWS):
-            positions, q_RV = step.rows[piece] + 1 + step.offset, step.logits_of(piece)
+            positions, logits_RV = step.rows[piece] + 1 + step.offset, step.logits_of(piece)
             p_RV = _penalized(batch, tuned.logits_of(torch.searchsorted(tuned.rows, positions)), positions, sampling)
             p_RV = _certain(p_RV) if sampling.greedy else probs(p_RV, sampling)
-            q_RV = _certain(q_RV) if sampling.greedy or greedy_drafts else probs(q_RV, sampling)
+            q_RV = _certain(logits_RV) if sampling.greedy or greedy_drafts else probs(logits_RV, sampling)
             c[step.rows[piece], step.offset] = torch.minimum(p_RV, q_RV).sum(-1).double()
+            if rule is not None:
+                _end(c, reached, step, piece, logits_RV, rule)
     return Acceptance(c.view(shape), 0)
 
 

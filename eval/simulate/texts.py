@@ -19,6 +19,7 @@ from draftsmith.decoder.answers import Generation, Tally
 from draftsmith.decoder.drafters.draft_model import draft_vocab, readable
 from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixRules, speculate
 from draftsmith.decoder.drafters.texts import MAX_NGRAM, Branches, find_continuation
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, expected_tallies, find_answers, simulate
@@ -74,11 +75,12 @@ def head_simulator(
     tree: StaticTree | DynamicTree | None = None,
     greedy_drafts: bool = False,
     budgets: Sequence[int] = (),
+    rule: LengthRule | None = None,
 ) -> Simulator:
     """Return the simulator of chains, or of a tree cut at depth 1..max_k.
 
     greedy_drafts: the drafter proposes a chain of argmaxes at every temperature. budgets: see `Simulator`; of a tree that grows from
-    one pass, by the probabilities that every depth has whatever the text.
+    one pass, by the probabilities that every depth has whatever the text. rule: chains end where it says.
     """
     own_pass, layers = head.drafts.own_pass, head.reads.layer_ids
 
@@ -95,7 +97,7 @@ def head_simulator(
                     found += follow_grown(head, batch, target.head, sampling, some, room)
                 return found
             for k in lengths if own_pass else [max_k]:
-                how: Any = {"tree": tree, "greedy_drafts": greedy_drafts}
+                how: Any = {"tree": tree, "greedy_drafts": greedy_drafts, "rule": rule}
                 found.append(acceptance(head(batch, k), batch, target.head, vocab_W, sampling, **how))
         return found if own_pass else found * max_k
 
@@ -111,9 +113,10 @@ def simulate_generations(
     *,
     tree: StaticTree | DynamicTree | None = None,
     greedy_drafts: bool = False,
+    rule: LengthRule | None = None,
 ) -> Simulation:
     """Simulate the drafts of `head` on finished answers, see `head_simulator` and `simulate_together`."""
-    return head_simulator(head, tree=tree, greedy_drafts=greedy_drafts)(target, generations, sampling, max_k)
+    return head_simulator(head, tree=tree, greedy_drafts=greedy_drafts, rule=rule)(target, generations, sampling, max_k)
 
 
 @torch.no_grad()

@@ -25,7 +25,6 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft, NewTokens
-from draftsmith.decoder.growth import chain_token_by_token
 from draftsmith.decoder.sampling import SAMPLE, uniforms
 from draftsmith.heads.base import (
     DraftHead,
@@ -301,11 +300,6 @@ class BlockDrafter(CachedDrafter):
     def draft(self, state: DecodeState, states_BKH: Tensor) -> Draft:
         """Turn the states [B, K, H] of the slots that draft into a draft of K tokens."""
         raise NotImplementedError
-
-    def chain(self, state: DecodeState, depth: int, next_logits: Callable[[int, Tensor], Tensor]) -> Draft:
-        """Return a chain of so many tokens, see `chain_token_by_token`."""
-        vocab_W = self.head.draft_vocab
-        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=vocab_W)
 
 
 Head = TypeVar("Head", bound=BlockHead)

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.documents import plan_documents
 from draftsmith.decoder.drafters.draft_model import DraftModel
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.heads.base import DraftHead, HeadOutput, Reads, StepOutput
 from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.draft_model.start import KEYS, starting_point
@@ -72,13 +73,19 @@ class DraftLmHead(DraftHead):
 class DraftLmDrafter(DraftModel):
     """Drafts chains of `num_speculative_tokens` tokens, sampled under the target's sampling settings.
 
-    greedy_drafts: draft the argmax at every temperature (as vLLM drafts).
+    greedy_drafts: draft the argmax at every temperature (as vLLM drafts). rule: drafts end where it says.
     """
 
-    def __init__(self, head: DraftLmHead, num_speculative_tokens: int, *, greedy_drafts: bool = False) -> None:
-        super().__init__(
-            as_model(head.eval()), num_speculative_tokens, head.config.vocab_size, greedy_drafts=greedy_drafts
-        )
+    def __init__(
+        self,
+        head: DraftLmHead,
+        num_speculative_tokens: int,
+        *,
+        greedy_drafts: bool = False,
+        rule: LengthRule | None = None,
+    ) -> None:
+        model, vocab_size = as_model(head.eval()), head.config.vocab_size
+        super().__init__(model, num_speculative_tokens, vocab_size, greedy_drafts=greedy_drafts, rule=rule)
 
 
 def as_model(head: DraftLmHead) -> Target:

@@ -13,7 +13,6 @@ whether drafts survived. For one slot this is temperature scaling (Guo et al., "
 """
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
-from draftsmith.heads.base import HeadOutput, Passes, StepOutput
+from draftsmith.heads.base import HeadOutput, Passes, StepOutput, accepted
 from draftsmith.heads.block.base import BlockDrafter, BlockHead, tokens_before
 from draftsmith.heads.dspark import DSparkOptions
 
@@ -51,15 +50,13 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkHead(BlockHead):
-    """The DSpark drafter. temperatures: [S], what the slots' log-odds are divided by, fitted after training. threshold: a draft ends
-    before the first slot that it survives with a smaller chance; None: it never ends early."""
+    """The DSpark drafter. temperatures: [S], what the slots' log-odds are divided by, fitted after training."""
 
     method: ClassVar[str] = "dspark"
     options_class = DSparkOptions
     first_slot = 0
     options: DSparkOptions
     temperatures: Tensor
-    threshold: float | None = None
 
     def __init__(self, options: DSparkOptions, config: LlamaConfig, *others: Any) -> None:
         """others: as of `BlockHead`."""
@@ -72,22 +69,17 @@ class DSparkHead(BlockHead):
         self.register_buffer("temperatures", torch.ones(options.block_size) if options.confidence_head else None)
 
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
-        """The states [R_k, H] and rows [R_k] of each step -> logits, confidence, and where the head would draft no more."""
+        """The states [R_k, H] and rows [R_k] of each step -> logits and confidence."""
         sizes, every = [len(at) for at in rows], torch.cat([*states])
         before = self.markov_head.markov_w1(torch.cat(tokens_before(batch, rows))).to(every.dtype)
         sources = list(zip(states, before.split(sizes), strict=True))
         if self.confidence_head is None:
             return [StepOutput(k, at, sources[k], self._biased) for k, at in enumerate(rows)]
         odds = self.log_odds(every, before).split(sizes)
-        survival = every.new_ones(batch.ids.numel(), dtype=torch.float32)
-        steps = []
-        for k, at in enumerate(rows):
-            stops = None
-            if self.threshold is not None:
-                survival[at] = survival[at] * self.calibrated(k, odds[k].detach())
-                stops = survival[at] < self.threshold
-            steps.append(StepOutput(k, at, sources[k], self._biased, confidence=odds[k], stops=stops))
-        return steps
+        return [
+            StepOutput(k, at, sources[k], self._biased, confidence=odds[k], temperature=self.temperatures[k])
+            for k, at in enumerate(rows)
+        ]
 
     def _biased(self, states: Tensor, before: Tensor) -> Tensor:
         """States [R, H] and embeddings of the tokens before [R, r] -> logits [R, W]."""
@@ -102,18 +94,6 @@ class DSparkHead(BlockHead):
         training makes them."""
         assert self.confidence_head is not None
         return self.confidence_head.proj(torch.cat([states, before.to(states.dtype)], -1))[..., 0]
-
-    def calibrated(self, slot: int, log_odds: Tensor) -> Tensor:
-        """Log-odds of a slot -> the chance that its token is accepted, given that those before it are."""
-        return torch.sigmoid(log_odds.float() / self.temperatures[slot])
-
-    def with_confidence_threshold(self, threshold: float) -> "DSparkHead":
-        """Return the head, of the same weights, with drafts that end early. Raises UserError without a confidence head."""
-        if self.confidence_head is None:
-            super().with_confidence_threshold(threshold)
-        other = copy(self)
-        other.threshold, other.drafts = threshold, replace(self.drafts, fixed_length=False)
-        return other
 
     @torch.no_grad()
     def calibrate(self, passes: Passes) -> dict[str, Any]:
@@ -136,11 +116,7 @@ class DSparkHead(BlockHead):
 
 
 class DSparkDrafter(BlockDrafter):
-    """Drafts a chain from left to right, which ends early where the head's threshold says so.
-
-    Whether a token is proposed depends on those before it, never on itself: the distribution of what is emitted stays
-    the target's.
-    """
+    """Drafts a chain from left to right; a rule ends it by the head's own confidences."""
 
     head: DSparkHead
 
@@ -148,20 +124,14 @@ class DSparkDrafter(BlockDrafter):
         """Turn the states of the slots that draft into a chain."""
         head, depth = self.head, states_BKH.shape[1]
         base_BKW = head.logits(states_BKH)
-        survival: list[Tensor] = []
 
         def next_logits(k: int, before_B: Tensor) -> Tensor:
-            before_Br = head.markov_head.markov_w1(before_B)
-            if head.threshold is not None:
-                survival.append(head.calibrated(k, head.log_odds(states_BKH[:, k], before_Br)))
-            return base_BKW[:, k] + head.bias(before_Br)
+            return base_BKW[:, k] + head.bias(head.markov_head.markov_w1(before_B))
 
-        draft = self.chain(state, depth, next_logits)
-        if head.threshold is None:
-            return draft
-        lasting_BK = torch.stack(survival, 1).cumprod(1) >= head.threshold
-        # The root is counted, too.
-        return replace(draft, nodes_B=torch.minimum(draft.nodes_B, 1 + lasting_BK.int().cumprod(1).sum(1)))
+        def chance(k: int, before_B: Tensor) -> Tensor:
+            return accepted(head.log_odds(states_BKH[:, k], head.markov_head.markov_w1(before_B)), head.temperatures[k])
+
+        return self.chain(state, depth, next_logits, None if head.confidence_head is None else chance)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, chain_above
-from draftsmith.decoder.growth import Level, chain_token_by_token, start_beam
+from draftsmith.decoder.growth import Level, start_beam
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.heads.drafters import CachedDrafter, grow_tree
 from draftsmith.heads.eagle.base import EagleHead
@@ -59,7 +59,7 @@ class EagleDrafter(CachedDrafter):
                 out_BH = self._grow(tokens_B[:, None], hidden_B1H, k - 1, above_B1T)[:, 0]
             return self.head.logits(out_BH)
 
-        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts, vocab_W=self.head.draft_vocab)
+        return self.chain(state, depth, next_logits)
 
     def _static(self, state: DecodeState, out_BH: Tensor, whole: StaticTree, depth: int) -> Draft:
         def run(step: int, level: Level, out_BmH: Tensor, tokens_Bm: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft, NewTokens
-from draftsmith.decoder.growth import Level, chain_token_by_token
+from draftsmith.decoder.growth import Level
 from draftsmith.decoder.sampling import DROP, kept
 from draftsmith.errors import UserError
 from draftsmith.heads.base import (
@@ -275,7 +275,7 @@ class HydraDrafter(CachedDrafter):
             path_BC = self.head.extend(path_BC, tokens_B)
             return self.head.logits(k, path_BC)
 
-        return chain_token_by_token(state, depth, next_logits, greedy=self.greedy_drafts)
+        return self.chain(state, depth, next_logits)
 
     def _extend(self, step: int, level: Level, path_BmC: Tensor, tokens_Bm: Tensor) -> Tensor:
         return self.head.extend(path_BmC[:, level.parent_n[level.inner_m]], tokens_Bm)

@@ -13,6 +13,7 @@ from torch import Tensor
 from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.draft import DecodeState, Draft, Prompts, numbers
 from draftsmith.decoder.growth import chain_token_by_token
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.passes import run_draft
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
@@ -22,7 +23,7 @@ class DraftModel:
     """Drafts chains of `num_speculative_tokens` tokens, sampled under the target's sampling settings.
 
     vocab_size: V of the target. Where the two models pad their vocabularies differently, tokens are drawn from the ids
-    that both have. greedy_drafts: draft the argmax at every temperature.
+    that both have. greedy_drafts: draft the argmax at every temperature. rule: drafts end where it says.
     """
 
     name = "draft model"
@@ -30,16 +31,22 @@ class DraftModel:
     cache: KVCache
     """Keys and values of the batch at work, from `start` on."""
     _length = 0
-    """Tokens of the last draft."""
+    """Tokens of the last draft, where no rule ended it: the last of so many is not in the cache."""
 
     def __init__(
-        self, model: Target, num_speculative_tokens: int, vocab_size: int, *, greedy_drafts: bool = False
+        self,
+        model: Target,
+        num_speculative_tokens: int,
+        vocab_size: int,
+        *,
+        greedy_drafts: bool = False,
+        rule: LengthRule | None = None,
     ) -> None:
         assert num_speculative_tokens >= 1
         self.model = model
         self.num_speculative_tokens = num_speculative_tokens
         self.max_nodes = num_speculative_tokens + 1
-        self.greedy_drafts = greedy_drafts
+        self.greedy_drafts, self.rule = greedy_drafts, rule
         self.width = min(vocab_size, model.vocab_size)
         self.vocab_W = draft_vocab(model, vocab_size)
 
@@ -72,7 +79,9 @@ class DraftModel:
                 self.cache.append(1)
             return self.model.head.logits(last_BD)[:, : self.width]
 
-        draft = chain_token_by_token(state, length, next_logits, greedy=self.greedy_drafts, vocab_W=self.vocab_W)
+        draft = chain_token_by_token(
+            state, length, next_logits, greedy=self.greedy_drafts, vocab_W=self.vocab_W, rule=self.rule
+        )
         self._length = length
         return draft
 

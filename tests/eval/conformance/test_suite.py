@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from draftsmith.decoder import growth
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import draw
 from draftsmith.eval.conformance import suite
 from draftsmith.eval.conformance.suite import CHECKS, Spec, check_layouts, run_conformance, tiny_target
@@ -19,7 +20,7 @@ from draftsmith.heads.domino import DominoOptions
 from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.drafters import HeadDrafter, LayerCache
 from draftsmith.heads.dspark import DSparkOptions
-from draftsmith.heads.dspark.head import DSparkDrafter, DSparkHead
+from draftsmith.heads.dspark.head import DSparkHead
 from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.eagle1 import Eagle1Options
 from draftsmith.heads.eagle1.head import Eagle1Head
@@ -369,24 +370,19 @@ def no_trees(patch: pytest.MonkeyPatch) -> None:
 
 
 def later_ends(patch: pytest.MonkeyPatch) -> None:
-    """Drafts go on for longer than the head's confidence says."""
-    real = DSparkDrafter.propose
+    """Drafts go on for longer than the rule says."""
+    real = HeadDrafter.__init__
 
-    def propose(self: Any, state: Any) -> Any:
-        threshold = self.head.threshold
-        self.head.threshold = None if threshold is None else 0.5 * threshold
-        try:
-            return real(self, state)
-        finally:
-            self.head.threshold = threshold
+    def init(self: Any, *args: Any, rule: LengthRule | None = None, **options: Any) -> None:
+        real(self, *args, rule=rule and LengthRule(tuple(0.5 * floor for floor in rule.floors)), **options)
 
-    patch.setattr(DSparkDrafter, "propose", propose)
+    patch.setattr(HeadDrafter, "__init__", init)
 
 
 def silent_ends(patch: pytest.MonkeyPatch) -> None:
-    """A head with a threshold whose training pass does not know of it."""
+    """A head whose training pass does not say what its drafter is sure of."""
     real = DSparkHead.outputs
-    patch.setattr(DSparkHead, "outputs", lambda self, *args: [replace(step, stops=None) for step in real(self, *args)])
+    patch.setattr(DSparkHead, "outputs", lambda self, *args: [replace(s, temperature=None) for s in real(self, *args)])
 
 
 def other_confidence(patch: pytest.MonkeyPatch) -> None:
@@ -415,8 +411,11 @@ MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
     (DECODING, "medusa", stale_state, OTHER_PROBS),
     ("drafts are drawn from the probabilities that they name", "eagle3", most_likely_draws, NOT_DRAWN),
     ("simulated acceptance equals decoded acceptance", "eagle3", shorter_drafts, "differ at temperature 0"),
-    ("drafts end where the confidence says", "dspark", later_ends, "differ at temperature 0 with the confidence thr"),
-    ("drafts end where the confidence says", "dspark", silent_ends, "does not say where its drafts end"),
+    *(
+        ("drafts end where a rule says", m, later_ends, "differ at temperature 0 where a rule")
+        for m in ("dspark", "medusa", "eagle3")
+    ),
+    ("drafts end where a rule says", "dspark", silent_ends, "differ at temperature 0 where a rule ends drafts"),
     ("packed documents train like single ones", "eagle3", leak, "between documents packed and alone"),
     ("packed documents train like single ones", "eagle1", noise_by_turns, "in training, between documents packed and"),
     ("logits come for the supervised rows", "medusa", every_row, "other rows than"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import Sampling, probs
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
@@ -98,7 +99,8 @@ def test_chains_of_packed_rows(sampling: Sampling, greedy_drafts: bool, vocab: l
     tokens = vocab or list(range(W7))
     output = drafts_of(len(tokens))
     stops = torch.zeros(len(rows_of(2)), dtype=torch.bool).index_fill_(0, torch.tensor([1, 3]), True)
-    output = HeadOutput((*output.steps[:2], replace(output.steps[2], stops=stops)))
+    odds, one = torch.where(stops, -torch.inf, torch.inf), torch.tensor(1.0)
+    output = HeadOutput((*output.steps[:2], replace(output.steps[2], confidence=odds, temperature=one)))
     expected = {}
     for step in output.steps:
         for r, t in enumerate(step.rows.tolist()):
@@ -112,10 +114,11 @@ def test_chains_of_packed_rows(sampling: Sampling, greedy_drafts: bool, vocab: l
                 at = t + 1 + step.offset
                 p = chances(batch.last.flatten(0, 1)[at], batch, at, sampling)
                 expected[t, step.offset] = min(1.0, float(q[token] / p[token]))
-            if step.stops is not None and step.stops[r]:
+            if step.offset == 2 and stops[r]:
                 del expected[t, step.offset]
     draft_vocab = None if vocab is None else torch.tensor(vocab)
-    found = acceptance(output, batch, head, draft_vocab, sampling, greedy_drafts=greedy_drafts)
+    rule = LengthRule((1e-9,) * 3)
+    found = acceptance(output, batch, head, draft_vocab, sampling, greedy_drafts=greedy_drafts, rule=rule)
     assert found.off_text == 0
     check(found, expected)
     assert len({round(value, 3) for value in expected.values()}) > (1 if sampling.greedy or greedy_drafts else 5)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.decode import decode_batch
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import head_system
@@ -30,6 +31,7 @@ from draftsmith.heads.dspark.head import (
     survival,
 )
 from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.registry import Method
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.drafters import at_temperature, select_drafters
 from draftsmith.train import metrics as after_training
@@ -73,14 +75,14 @@ def test_without_a_confidence_head_there_is_none() -> None:
     head = make_head("dspark", target, confidence_head=False)
     assert not head.trains.outputs
     assert not any("confidence" in name or name == "temperatures" for name in head.state_dict())
-    assert all(step.confidence is None and step.stops is None for step in head(packed(target), 5).steps)
+    assert all(step.confidence is None and step.temperature is None for step in head(packed(target), 5).steps)
 
 
 @cache
-def cautious(threshold: float, temperature: float = 0.0) -> tuple[Any, Any, Any]:
-    """The trained head with a threshold, its slots at different temperatures."""
+def cautious(temperature: float = 0.0) -> tuple[Any, Any, Any]:
+    """The trained head, its slots at different temperatures."""
     target, head, batch = trained("dspark", temperature)
-    careful = deepcopy(head).with_confidence_threshold(threshold)
+    careful = deepcopy(head)
     careful.temperatures.copy_(torch.tensor([1.0, 2.0, 0.7, 1.3]))
     return target, careful, batch
 
@@ -88,8 +90,10 @@ def cautious(threshold: float, temperature: float = 0.0) -> tuple[Any, Any, Any]
 @torch.no_grad()
 def test_a_draft_ends_before_the_first_unlikely_slot() -> None:
     """The product of the calibrated confidences of a block's slots, one block at a time."""
-    target, head, batch = cautious(0.3)
+    target, head, batch = cautious()
     output = head(batch, 4)
+    rule = LengthRule((0.3,) * 4)
+    c_BLK = acceptance(output, batch, target.head, None, Sampling(), rule=rule).c_BLK.flatten(0, 1)
     found = {(k, row): i for k, step in enumerate(output.steps) for i, row in enumerate(step.rows.tolist())}
     stopped = 0
     for row in output.steps[0].rows.tolist():
@@ -99,32 +103,20 @@ def test_a_draft_ends_before_the_first_unlikely_slot() -> None:
                 break
             step, i = output.steps[k], found[k, row]
             survival *= float(torch.sigmoid(step.confidence[i] / head.temperatures[k]))
-            assert bool(step.stops[i]) == (survival < 0.3)
+            assert bool(c_BLK[row, k].isnan()) == (survival < 0.3)
             stopped += survival < 0.3
     assert 20 < stopped < 0.9 * len(found)
-    c_BLK = acceptance(output, batch, target.head, None, Sampling()).c_BLK.flatten(0, 1)
-    for k, step in enumerate(output.steps):
-        assert torch.equal(c_BLK[step.rows, k].isnan(), step.stops)
 
 
 def test_a_head_that_ends_its_drafts_has_no_fixed_length() -> None:
     head = trained("dspark")[1]
-    chain, early = (head_system("dspark", head, 4, 8, threshold=threshold) for threshold in (None, 0.3))
+    chain, early = (head_system("dspark", head, 4, 8, rule=rule) for rule in (None, LengthRule((0.3,) * 8)))
     assert (chain.name, chain.fixed_length, chain.head) == ("dspark", True, head)
     assert (early.name, early.fixed_length, early.head) == ("dspark until 0.3", False, head)
-    assert (early.make(4).head.threshold, head.threshold) == (0.3, None)
+    assert (early.make(4).rule, chain.make(4).rule) == (early.rule, None)
 
 
-def test_a_threshold_needs_a_confidence() -> None:
-    with pytest.raises(
-        UserError, match=r"confidence_threshold is 0.3, but dspark heads, or this one, say no confidence"
-    ):
-        make_head("dspark", make_target(), confidence_head=False).with_confidence_threshold(0.3)
-    with pytest.raises(UserError, match=r"confidence_threshold is 0.3, but dflash heads"):
-        head_system("dflash", trained("dflash")[1], 3, 3, threshold=0.3)
-
-
-def test_a_threshold_is_a_way_to_draft_of_heads_that_say_how_sure_they_are() -> None:
+def test_a_threshold_is_a_way_to_draft_of_heads_that_end_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     target, head, _ = trained("dspark")
     words = ["--evaluate.drafts", "[{tree: chain}, {tree: chain, confidence_threshold: 0.3}]"]
     warnings: list[str] = []
@@ -132,20 +124,30 @@ def test_a_threshold_is_a_way_to_draft_of_heads_that_say_how_sure_they_are() -> 
     found = select_drafters(
         recipe, {"dspark": head, "dflash": trained("dflash")[1]}, target, 100, None, warnings.append
     )
-    assert [c.name for c in found] == ["dspark", "dspark until 0.3", "dflash"]
-    assert [c.threshold for c in found] == [None, 0.3, None]
+    assert [c.name for c in found] == ["dspark", "dspark until 0.3", "dflash", "dflash until 0.3"]
+    assert [(c.rule is None, c.counts_drafts) for c in found] == [
+        (True, True),
+        (False, False),
+        (True, True),
+        (False, True),
+    ]
     assert at_temperature(found, Sampling()) == found, "with a threshold it is another drafter at temperature 0 too"
-    with pytest.raises(UserError, match=r"confidence_threshold 0\.3, but none of the heads \(dflash\) says how sure"):
-        select_drafters(recipe, {"dflash": trained("dflash")[1]}, target, 100, None, warnings.append)
     assert all(c.simulate is not None for c in found)
+    monkeypatch.setattr(Method, "ends_chains", False)
+    with pytest.raises(
+        UserError, match=r"confidence_threshold 0\.3, but none of the heads \(dspark\) ends its chains early"
+    ):
+        select_drafters(recipe, {"dspark": head}, target, 100, None, warnings.append)
 
 
 def test_sampled_answers_with_a_threshold_follow_the_targets_distribution() -> None:
     """The first tokens of many short answers, from one prompt: by the distribution of the target's own, exactly computed."""
-    target, head, _ = cautious(0.25, 1.0)
+    target, head, _ = cautious(1.0)
     prompt = requests(1)[0].prompt_ids
     asked = [replace(requests(1)[0], sample_id=f"s{i}", key=7919 * i + 1, max_new_tokens=3) for i in range(3000)]
-    found = decode_batch(target, DSparkDrafter(head, 2), asked, Sampling(1.0), rows=500).generations
+    found = decode_batch(
+        target, DSparkDrafter(head, 2, rule=LengthRule((0.25,) * 2)), asked, Sampling(1.0), rows=500
+    ).generations
     first = torch.tensor([g.output_ids[0] for g in found])
     likely = int(first.bincount().argmax())
     second = torch.tensor([g.output_ids[1] for g in found if g.output_ids[0] == likely and len(g.output_ids) > 1])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate
@@ -272,11 +273,8 @@ def test_a_draft_that_stops_proposes_no_further(sampling, target, batch):
     output = random_output(batch)
 
     def tallies(stop: int | None, k: int) -> Any:
-        steps = [
-            s if stop is None else replace(s, stops=torch.full_like(s.rows, s.offset >= stop, dtype=torch.bool))
-            for s in output.steps
-        ]
-        found = acceptance(HeadOutput(tuple(steps)), batch, target.head, None, sampling)
+        rule = None if stop is None else LengthRule(tuple(2.0 if offset >= stop else 0.0 for offset in range(3)))
+        found = acceptance(output, batch, target.head, None, sampling, rule=rule)
         return simulate(found.c_BLK, answers, k)
 
     assert len(answers) == 1

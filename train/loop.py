@@ -11,17 +11,15 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from math import isfinite
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
 
+from draftsmith.data.features.behind import HostCopies
 from draftsmith.decoder.sampling import row_key
 from draftsmith.errors import StoppedError, UserError
-from draftsmith.eval.training.history import Forecast
 from draftsmith.heads.adapter import adapter_of, merged, save_adapter
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import save_head
@@ -38,20 +36,16 @@ from draftsmith.train.feed import Fed, Feed
 from draftsmith.train.meeting import meeting
 from draftsmith.train.metrics import (
     Pace,
-    StepFigures,
     calibrate_best,
-    check_finite,
-    divide_again,
     evaluate_heldout,
     make_heldout_batches,
-    read_step,
-    step_sums,
     warn_at_chance,
     warn_at_start,
 )
 from draftsmith.train.parallel import autocast_of, make_accelerator, prepare, whole_head, whole_state
 from draftsmith.train.process import ENDING, Interrupt
 from draftsmith.train.schedule import Micro, Schedule, TrainData, build_optimizers, lr_factor, set_lr
+from draftsmith.train.steps import Found, Step, Teller, collect, divide_again, leave_out, step_sums
 
 _EARLY = 200
 """Steps until the first evaluation of a long run."""
@@ -87,6 +81,7 @@ class _Run:
         self.accelerator = make_accelerator(self.spec, target.device)
         self.head = head.to(self.accelerator.device).train()
         self.target_head = target.head.to(self.accelerator.device)
+        self.copies = HostCopies(self.accelerator.device)
         self.feed = Feed(data, self.head, self.spec, self.accelerator.device)
         # Before each process has a shard of the head.
         self.untrained = digest_of(folder, Progress(), head) if meeting() else ""
@@ -171,30 +166,32 @@ class _Run:
                 tracker.log(record)
         held = HeldMemory()
         bar = Bar(total=self.total, initial=progress.step, desc="training", unit="step", disable=tracker is None)
-        self.pace, earlier = Pace(progress.tokens), progress.train_seconds
-        expected: Forecast | None = None
+        self.pace, earlier, self.teller = Pace(progress.tokens), progress.train_seconds, Teller(tracker, bar)
         stopping = 0  # the signal, as all processes agreed, so that none leaves another waiting
         with bar, Interrupt() as interrupt:
             while progress.step < self.total and not self._stale(progress) and not stopping:
                 before = time.perf_counter()
                 for window in self.feed.windows(self._micros(progress.step)):
-                    record, progress = self._step(window, progress)
+                    step = self._step(window, progress)
+                    self.teller.taken(step)
+                    progress, evaluates = step.progress, step.progress.step in self.eval_steps
                     held.step_ended()
+                    if evaluates:
+                        step.read()  # what the device has still to do is none of the evaluation's time
                     self.pace.seconds += time.perf_counter() - before
                     if earlier is not None:
                         progress = replace(progress, train_seconds=earlier + self.pace.seconds)
-                    if progress.step in self.eval_steps:
-                        progress = self._evaluate(record, progress)
-                        expected = tracker.foresee(record, self.total, self.draft_length) if tracker else None
-                    speed = self.pace.speed(progress.tokens)
-                    if tracker:
-                        tracker.log(record, self.pace.figures(progress.tokens, self.accelerator.device))
-                    bar.update()
-                    bar.set_postfix_str(_postfix(record, progress, expected, speed), refresh=False)
+                    if evaluates:
+                        progress = self._evaluate(step.record, progress)
+                        if tracker:
+                            self.teller.expected = tracker.foresee(step.record, self.total, self.draft_length)
+                    step.progress = progress
+                    step.clocks |= self.pace.figures(progress.tokens, self.accelerator.device)
                     stopping = self._maybe_checkpoint(progress, interrupt)
                     before = time.perf_counter()  # the next step begins with reading its batches
                     if progress.step >= self.total or self._stale(progress) or stopping:
                         break
+            self.teller.rest()
         save_training_state(self.accelerator, self.folder, progress, self.head)
         if stopping:
             raise StoppedError(
@@ -229,6 +226,8 @@ class _Run:
             wishes = torch.tensor([due, *(asked == n for n in numbers)], device=self.accelerator.device).float()
             due, *asks = (bool(x) for x in self.accelerator.reduce(wishes, "sum") > 0)
             asked = next((number for number, ask in zip(numbers, asks, strict=True) if ask), 0)
+        if due or asked:
+            self.teller.rest()
         if due:
             save_training_state(self.accelerator, self.folder, progress, self.head)
             self.pace.saved_at = time.perf_counter()
@@ -258,85 +257,80 @@ class _Run:
         epoch, skip = self._locate(step)
         return epoch + (skip / self.epoch_steps[epoch] if skip else 0.0)
 
-    def _step(self, window: list[Fed], progress: Progress) -> tuple[dict[str, Any], Progress]:
-        """Take one optimizer step on the sum of losses over the global divisor; return its record and the new progress."""
+    def _step(self, window: list[Fed], progress: Progress) -> Step:
+        """Take one optimizer step on the sum of losses over the global divisor; the device may still be at it on return."""
         accelerator, device = self.accelerator, self.accelerator.device
-        self.pace.extra = {}  # what the step before had
-        counted = torch.zeros(3)
+        counted = torch.zeros(4)
         for micro in window:
-            counted += torch.tensor([micro.divisor, micro.rows, micro.covered]) * micro.counts
+            counted += torch.tensor([micro.divisor, micro.rows, micro.covered, micro.tokens]) * micro.counts
         if accelerator.num_processes > 1:
             counted = accelerator.reduce(counted.to(device), "sum").cpu()
-        divisor, rows, covered = counted
+        divisor, rows, covered, tokens = counted
         if rows == 0 or divisor == 0:
             return self._skip_empty_step(progress)
         # Accelerate divides by the accumulation steps and averages over processes: undo both.
         scale = accelerator.num_processes * self.spec.accumulation / divisor
         known = float(scale) / self.spec.accumulation * (accelerator.scaler.get_scale() if accelerator.scaler else 1.0)
         sums: torch.Tensor | None = None
-        found: StepFigures | None = None
+        found: Found | None = None
         factor = lr_factor(progress.step, self.total, self.spec)
         set_lr(self.optimizers, factor)
-        if self.spec.optimizer == "muon":
-            self.pace.extra["muon_lr"] = factor * self.spec.muon_lr
         for micro in window:
             batch = self.feed.batch(micro)
             with accelerator.accumulate(self.model):
                 scored = LossOutput(*self.model(batch, progress.step / self.total, known))
                 accelerator.backward(scored.loss_sum * (scale * micro.counts))
-                added = step_sums(scored, micro.tokens)
+                added = step_sums(scored)
                 sums = torch.zeros_like(added) if sums is None else sums
                 sums += added if micro.counts else 0
                 if accelerator.sync_gradients:
-                    found = self._read(sums, divisor, progress.step + 1)
+                    found = self._clip(sums, divisor)
                 for optimizer in self.optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
             del batch  # the device holds this one and the copy of the one behind it, no third
-        assert found is not None, "the last micro-batch of a step"
-        seen, learned = progress.tokens + found.tokens, progress.rows + int(rows)
+        seen, learned = progress.tokens + int(tokens), progress.rows + int(rows)
         progress = replace(progress, step=progress.step + 1, tokens=seen, rows=learned)
         record = {
             "step": progress.step,
             "tokens": progress.tokens,
             "epoch": self._epoch(progress.step),
-            "loss": found.loss,
-            "step_loss": found.step_loss,
+            "loss": None,
+            "step_loss": None,
             "lr": factor * self.spec.lr,
-            "accuracy": found.accuracy,
-            "acceptance": found.acceptance,
-            **found.tuned,
+            "accuracy": None,
+            "acceptance": None,
         }
         if self.head.trains.blocks:
             record["covered"] = float(covered / rows)
-        return record, progress
+        clocks = {"muon_lr": factor * self.spec.muon_lr} if self.spec.optimizer == "muon" else {}
+        return Step(record, progress, found, clocks)
 
-    def _read(self, sums: torch.Tensor, divisor: torch.Tensor, step: int) -> StepFigures:
-        """Clip the gradient and return what the step has found; the host waits for the device once, before weights change.
-        Raises UserError where the loss or the gradient is not finite."""
+    def _clip(self, sums: torch.Tensor, divisor: torch.Tensor) -> Found:
+        """Clip the gradient and return what the step has found; the optimizers leave out one that is not finite."""
         norm, sums = None, self.accelerator.reduce(sums, "sum")
         if self.spec.loss.divided_later:
             divisor = divide_again(self.head, sums, divisor)
         if self.spec.clip > 0:
             norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.spec.clip)
-        found = read_step(sums, divisor, norm)
-        check_finite("The loss became", found.loss_sum, step)
-        if self.spec.precision != "fp16":  # whose scaler leaves such steps out
-            check_finite("The norm of the gradient became", found.norm, step)
-        if found.norm is not None and isfinite(found.norm):
-            self.pace.extra["grad_norm"] = found.norm
+        scaled = self.spec.precision == "fp16"
+        found, broken = collect(sums, divisor, norm, self.copies, scaled=scaled)
+        if not scaled:
+            leave_out(self.optimizers, broken)
         return found
 
-    def _skip_empty_step(self, progress: Progress) -> tuple[dict[str, Any], Progress]:
+    def _skip_empty_step(self, progress: Progress) -> Step:
         """Count a step without a supervised row, such as a single document whose answer is one token, and change nothing
         else. Raises UserError where a whole epoch has none."""
         progress = replace(progress, step=progress.step + 1)
         if not progress.rows and progress.step >= min(self.epoch_steps[0], self.total):
+            self.teller.rest()
             raise UserError(
                 "A whole epoch holds no supervised row: the answers are empty or masked out; look at them with "
                 "`draftsmith inspect`."
             )
-        return {"step": progress.step, "tokens": progress.tokens, "epoch": self._epoch(progress.step)}, progress
+        record = {"step": progress.step, "tokens": progress.tokens, "epoch": self._epoch(progress.step)}
+        return Step(record, progress)
 
     def _evaluate(self, record: dict[str, Any], progress: Progress) -> Progress:
         """Evaluate on the held-out answers, and save the head if its tau is the best so far, on which all processes find the same."""
@@ -372,13 +366,3 @@ class _Run:
                 tensors = merged(tensors, adapter)
             save_head(self.head, self.folder / "best", self.target, tensors)
         return replace(progress, best_tau=held.tau, best_step=progress.step, stale=0)
-
-
-def _postfix(record: dict[str, Any], progress: Progress, expected: Forecast | None, speed: float) -> str:
-    tau = f"tau {progress.best_tau:.2f}" if progress.best_tau else ""
-    tau += f", forecast {expected} at the end " if expected else " " if tau else ""
-    learned = ""
-    if "loss" in record:
-        a_step = f" ({mean(record['step_loss']):.3f} a draft step)" if len(record["step_loss"]) > 1 else ""
-        learned = f"loss {record['loss']:.3f}{a_step} acc {record['accuracy'][0]:.2f} "
-    return f"{learned}{tau}{speed:.0f} tok/s"

@@ -1,13 +1,10 @@
-"""The figures of training: what an optimizer step sums up, the clock, and a head's loss, accuracy and simulated tau on held-out answers, with
-what it fits to them after training.
-"""
+"""The clock of training, and a head's loss, accuracy and simulated tau on held-out answers, with what it fits to them after training."""
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -19,113 +16,37 @@ from draftsmith.data.batch import Batch, TrainBatch, plan_batches
 from draftsmith.data.features.store import FeatureSource
 from draftsmith.decoder.answers import Tally, total
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.errors import UserError
 from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate
 from draftsmith.heads.base import DraftHead, HeadOutput, drafting
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.losses.head_loss import LossOutput, head_loss, loss_divisor
+from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.progress import say
 from draftsmith.target.target import Target, TargetHead
 from draftsmith.train.feed import read_batch
 from draftsmith.train.parallel import Found, over_ranks
 from draftsmith.train.process import world
-
-
-def step_sums(scored: LossOutput, tokens: int) -> Tensor:
-    """Return [7 + 4K] what an optimizer step sums up over its micro-batches, in float32: the loss, the tokens, `LossOutput.tuned` and
-    `LossOutput.weights` (zeros where there are none), and by draft step the loss, the right guesses, the acceptance and the rows."""
-    some = [x.reshape(-1) for x in (scored.tuned, scored.weights) if x is not None]
-    none = scored.loss_sum.new_zeros(5 - sum(len(x) for x in some))
-    more = [*some, none] if scored.weights is None else [none, *some]
-    by_step = (scored.step_loss, scored.step_correct, scored.step_acceptance, scored.step_rows)
-    # Filled in, since a tensor made of a number would wait for the device.
-    parts = (scored.loss_sum.detach()[None], scored.loss_sum.new_full((1,), tokens), *more, *by_step)
-    return torch.cat([part.float() for part in parts])
-
-
-@dataclass(frozen=True)
-class StepFigures:
-    """What a step of all processes has found. loss_sum: before it is divided. norm: of the gradient, None where nothing tells it.
-    Lists have an entry per draft step. tuned: figures of a tuned target, for a record."""
-
-    loss_sum: float
-    loss: float
-    norm: float | None
-    tokens: int
-    step_loss: list[float]
-    accuracy: list[float]
-    acceptance: list[float]
-    tuned: dict[str, Any]
-
-
-def read_step(sums: Tensor, divisor: Tensor, norm: Tensor | float | None) -> StepFigures:
-    """Read `step_sums` of all processes and the norm of the gradient; the host waits for the device once."""
-    whole, by_step = sums[:6], sums[7:].view(4, -1)
-    if isinstance(norm, Tensor) and hasattr(norm, "full_tensor"):  # of sharded gradients
-        norm = norm.full_tensor()
-    known = norm.detach().float().reshape(1) if isinstance(norm, Tensor) else sums.new_full((1,), norm or 0.0)
-    shares = by_step[:3] / by_step[3].clamp(min=1)
-    numbers = torch.cat([whole, whole[:1] / divisor, known, shares.flatten()]).tolist()
-    loss_sum, tokens, _, apart, same, rows, loss, size = numbers[:8]
-    K = len(shares[0])
-    step_loss, accuracy, acceptance = (numbers[8 + i * K : 8 + (i + 1) * K] for i in range(3))
-    size = None if norm is None else size
-    return StepFigures(
-        loss_sum, loss, size, int(tokens), step_loss, accuracy, acceptance, tuned_figures(apart, same, rows)
-    )
-
-
-@torch.no_grad()
-def divide_again(head: DraftHead, sums: Tensor, divisor: Tensor) -> Tensor:
-    """Divide the gradients by the sum of D-PACE's weights in `step_sums` of all processes, in place of `divisor`; return that sum.
-
-    A weight is known once its pass is done, and the sum once the last micro-batch's is, when all others have their gradients.
-    """
-    # Without a label that the head can draft all gradients are zeros, and stay so.
-    weights = torch.where(sums[6] > 0, sums[6], 1.0)
-    gradients = [p.grad for p in head.parameters() if p.grad is not None]
-    # Of sharded gradients a process has its part.
-    own = [gradient.to_local() if hasattr(gradient, "to_local") else gradient for gradient in gradients]
-    torch._foreach_mul_(own, divisor.to(weights.device) / weights)
-    return weights
-
-
-def tuned_figures(apart: float, same: float, rows: float) -> dict[str, Any]:
-    """Return a record's figures of a tuned target from the sums of `LossOutput.tuned`; nothing where no target is tuned."""
-    return {"tuned": {"kl": apart / rows, "agreement": same / rows}} if rows else {}
-
-
-def check_finite(became: str, value: float | None, step: int) -> None:
-    """Raise UserError where `value`, of optimizer step number `step`, is not finite; None, of a launch that reports no value,
-    passes. became: the beginning of the sentence."""
-    if value is not None and not isfinite(value):
-        raise UserError(
-            f"{became} {value} at step {step}: lower train.lr and train.muon_lr, or set train.precision to "
-            "no; the last checkpoint is unharmed."
-        )
+from draftsmith.train.steps import tuned_figures
 
 
 @dataclass
 class Pace:
-    """The clock of this process; its readings never reach files that a resume must reproduce. extra: what else of the last step
-    goes to dashboards alone."""
+    """The clock of this process; its readings never reach files that a resume must reproduce."""
 
     first_tokens: int
     seconds: float = 0.0
     saved_at: float = field(default_factory=time.perf_counter)
-    extra: dict[str, float] = field(default_factory=dict)
 
     def speed(self, tokens: int) -> float:
         """Return the tokens per second of training since the process began, without evaluations and checkpoints."""
         return (tokens - self.first_tokens) / max(self.seconds, 1e-9)
 
     def figures(self, tokens: int, device: torch.device) -> dict[str, float]:
-        """Return what dashboards get of a step beyond its record: speed, memory (of a GPU the peak) and what was noted beside it."""
+        """Return what dashboards get beside every step's record: speed, and memory, of a GPU the peak."""
         on_gpu = device.type == "cuda"
         used = torch.cuda.max_memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
-        return {"tokens_per_second": self.speed(tokens), "memory_gib": used / 2**30, **self.extra}
+        return {"tokens_per_second": self.speed(tokens), "memory_gib": used / 2**30}
 
 
 @dataclass(frozen=True)

@@ -109,11 +109,19 @@ def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optim
     if others:
         betas = (spec.betas[0], spec.betas[1])
         groups = _groups(others, spec.lr)
-        optimizers.append(torch.optim.AdamW(groups, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay))
+        # Fused: one pass over the weights, which looks at `found_inf` on the device.
+        adamw = torch.optim.AdamW(groups, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay, fused=True)
+        adamw.register_load_state_dict_pre_hook(_stay_fused)
+        optimizers.append(adamw)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def _stay_fused(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a checkpoint, which may be of an earlier version, whose optimizer was not fused."""
+    return {**state, "param_groups": [{**group, "fused": True, "foreach": None} for group in state["param_groups"]]}
 
 
 def _groups(parameters: _Groups, lr: float) -> list[dict[str, Any]]:
@@ -147,7 +155,8 @@ class Muon(torch.optim.Muon):
 
     torch makes the products in bf16 everywhere; most processors before AVX512-BF16 and AMX take ten times as long for it. Processes
     that train together have the same gradients: each orthogonalises its share of the matrices and sends them to the others.
-    State and arguments are torch's, so that checkpoints fit either.
+    State and arguments are torch's, so that checkpoints fit either. As of torch's fused optimizers, a step changes nothing where
+    the attribute `found_inf` is 1.
     """
 
     @torch.no_grad()
@@ -164,13 +173,20 @@ class Muon(torch.optim.Muon):
             buffers: list[Tensor] = []
             self._init_group(group, parameters, gradients, buffers)
             for parameter, gradient, buffer in zip(parameters, gradients, buffers, strict=True):
-                buffer.lerp_(gradient, 1 - group["momentum"])
+                self._change(buffer, buffer.lerp(gradient, 1 - group["momentum"]))
                 pending.append(
                     (parameter, gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer, group)
                 )
         for (parameter, _, group), update in zip(pending, _orthogonalised(pending), strict=True):
-            _apply(parameter, update, group)
+            rows, columns = parameter.shape
+            assert group["adjust_lr_fn"] in (None, "original"), "other ways to adjust the rate are torch's alone"
+            changed = parameter * (1 - group["lr"] * group["weight_decay"])
+            self._change(parameter, changed.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5))
         return loss
+
+    def _change(self, value: Tensor, new: Tensor) -> None:
+        broken = getattr(self, "found_inf", None)
+        value.copy_(new if broken is None else torch.where(broken > 0, value, new))
 
 
 def _orthogonalised(pending: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> list[Tensor]:
@@ -194,14 +210,6 @@ def _orthogonalised(pending: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) ->
         for one in sent:
             one.wait()
     return made
-
-
-def _apply(parameter: Tensor, update: Tensor, group: dict[str, Any]) -> None:
-    """Move a parameter: what torch does with `adjust_lr_fn` left out."""
-    assert group["adjust_lr_fn"] in (None, "original"), "other ways to adjust the rate are torch's alone"
-    rows, columns = parameter.shape
-    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-    parameter.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
 
 
 def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -35,6 +35,7 @@ from draftsmith.train import loop, parallel
 from draftsmith.train.feed import plan_batch
 from draftsmith.train.parallel import WrappedHead
 from draftsmith.train.schedule import TrainData
+from draftsmith.train.steps import Found
 from tests.gpu.support import LAYERS, OPTIONS, make_head, make_recipe, make_target, make_texts
 from tests.pretended_gpu.counts import ROOT, Counts
 from tests.pretended_gpu.cuda import pretended_gpu
@@ -120,18 +121,31 @@ def test_a_training_step(method: str, store: Any, tmp_path: Path, monkeypatch: p
     recipe = make_recipe(epochs=1, precision="bf16")
     recipe = replace(recipe, train=replace(recipe.train, optimizer="adamw", max_steps=3, evaluations=1, workers=0))
     with pretended_gpu() as gpu:
-        counts, run_step = gpu.counts, loop._Run._step
+        counts, run_step, run_read = gpu.counts, loop._Run._step, Found.read
         found: list[Counts] = []
+        begun: list[int] = []
 
         def step(self: Any, window: Any, progress: Any) -> Any:
+            waits = len(counts.waits)
+            begun.append(gpu.stream_of(0).done)
             done = run_step(self, window, progress)
+            assert not progress.step or len(counts.waits) == waits, (
+                "the host gives the device a step and waits for nothing"
+            )
             if progress.step == 1:
                 counts.clear()  # what follows, up to the end of the next step, is one turn of the loop
             if progress.step == 2:
                 found.append(counts.copy_of())
             return done
 
+        def read(self: Any, number: int) -> Any:
+            found = run_read(self, number)
+            late = gpu.host.seen[gpu.stream_of(0)] < begun[-1]
+            assert late == (number < 3), "all but the last are read while the device is at the next one"
+            return found
+
         monkeypatch.setattr(loop._Run, "_step", step)
+        monkeypatch.setattr(Found, "read", read)
         monkeypatch.setattr(WrappedHead, "forward", during(counts, "forward", WrappedHead.forward))
         monkeypatch.setattr(parallel, "head_loss", during(counts, "loss", parallel.head_loss))
         monkeypatch.setattr(Accelerator, "backward", during(counts, "backward", Accelerator.backward))

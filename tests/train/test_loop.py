@@ -27,6 +27,7 @@ from draftsmith.train.checkpoints import Progress, latest_checkpoint, load_train
 from draftsmith.train.dashboards import read_kept
 from draftsmith.train.loop import train
 from draftsmith.train.schedule import TrainData
+from draftsmith.train.steps import postfix
 from tests.helpers import hearing_signals
 
 pytestmark = pytest.mark.full
@@ -137,9 +138,9 @@ def test_evaluations_foretell_the_end(target: Target, tmp_path: Path, monkeypatc
         found = forecast(points[:count], end, 3)
         assert found is not None
         assert evaluations[count - 1]["forecast"] == asdict(found)
-        assert f"tau 1.80, forecast {found} at the end" in loop._postfix({}, Progress(best_tau=1.8), found, 9.0)
+        assert f"tau 1.80, forecast {found} at the end" in postfix({}, 1.8, found, 9.0)
     assert end == pytest.approx(points[-1].tokens, rel=0.05)
-    assert loop._postfix({}, Progress(best_tau=1.8), None, 9.0) == "tau 1.80 9 tok/s"
+    assert postfix({}, 1.8, None, 9.0) == "tau 1.80 9 tok/s"
 
 
 def test_patience_stops_early(target: Target, tmp_path: Path) -> None:
@@ -204,13 +205,26 @@ def test_empty_masks_and_broken_losses_are_said(target: Target, tmp_path: Path) 
         train(make_recipe(), target, head, make_data(target), tmp_path / "b")
 
 
-def test_a_gradient_that_is_no_number_ends_the_training_before_it_is_used(target: Target, tmp_path: Path) -> None:
-    head = make_head(target)
-    head.get_parameter("fc.weight").register_hook(lambda grad: torch.full_like(grad, torch.inf))
-    before = {name: value.clone() for name, value in head.state_dict().items()}
-    with pytest.raises(UserError, match=r"The norm of the gradient became (inf|nan) at step 1: lower train\.lr"):
-        train(make_recipe(), target, head, make_data(target), tmp_path)
-    assert all(torch.equal(before[name], value) for name, value in head.state_dict().items())
+@pytest.mark.parametrize(("broken", "steps"), [(1, 1), (2, 2), (2, 5)], ids=["at once", "at the end", "within"])
+def test_a_gradient_that_is_no_number_is_left_out_and_ends_the_training(
+    broken: int, steps: int, target: Target, tmp_path: Path
+) -> None:
+    """Before anything is evaluated or saved; one step late where nothing is."""
+    head, states = make_head(target), []
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        states.append({name: value.clone() for name, value in head.state_dict().items()})
+        return torch.full_like(grad, torch.inf) if len(states) == broken else grad
+
+    head.get_parameter("fc.weight").register_hook(hook)
+    message = rf"The norm of the gradient became (inf|nan) at step {broken}: lower train\.lr"
+    with pytest.raises(UserError, match=message):
+        train(make_recipe(max_steps=steps, evaluations=1), target, head, make_data(target), tmp_path)
+    assert len(states) == min(broken + 1, steps)
+    after = states[broken] if steps > broken else head.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in states[broken - 1].items())
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"] * (broken > 1)
+    assert broken == 1 or len(read_metrics(tmp_path)) == broken - 1
 
 
 def remask(target: Target, learned: Callable[[int, torch.Tensor], torch.Tensor]) -> TrainData:

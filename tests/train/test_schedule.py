@@ -228,6 +228,33 @@ def test_the_iteration_is_the_polynomial_of_singular_values(bf16: bool) -> None:
     torch.testing.assert_close(found.double(), expected, atol=0.03 if bf16 else 1e-4, rtol=0)
 
 
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    """Neither weights nor state: what follows is as if there had been none. The optimizers look at `found_inf` themselves."""
+    trained = []
+    for broken in ([0], [0, 1, 0], [1, 0]):
+        torch.manual_seed(0)
+        head = Head()
+        optimizers = build_optimizers(head, TrainSpec(optimizer="muon", lr=1e-3, muon_lr=0.02, weight_decay=0.1))
+        for now in broken:
+            for parameter in head.parameters():
+                parameter.grad = torch.full_like(parameter, torch.nan if now else 0.5)
+            for optimizer in optimizers:
+                optimizer.found_inf = torch.tensor(float(now))  # type: ignore[attr-defined]
+                optimizer.step()
+        trained.append([*head.parameters(), *(x for o in optimizers for s in o.state.values() for x in s.values())])
+    once, twice, late = trained
+    assert all(torch.equal(x, y) for x, y in zip(once, late, strict=True))
+    assert all(x.isfinite().all() for x in twice)
+    assert sum(torch.equal(x, y) for x, y in zip(once, twice, strict=True)) == 1, "of the frozen embedding"
+
+
+def test_adamw_of_a_checkpoint_of_an_earlier_version_is_fused_too() -> None:
+    (optimizer,) = build_optimizers(Head(), TrainSpec(optimizer="adamw"))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict({**state, "param_groups": [g | {"fused": None} for g in state["param_groups"]]})
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+
 def _train_together(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", world_size=2, rank=rank)
     made: list[torch.Size] = []

@@ -13,7 +13,7 @@ from draftsmith.heads.losses.slots import dpace
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build
-from draftsmith.train.metrics import divide_again, step_sums
+from draftsmith.train.steps import divide_again, step_sums
 from tests.heads.losses.oracles import random_output
 
 KINDS = ("dpace", "dpace_confidence", "dpace_continuation")
@@ -113,7 +113,7 @@ def test_a_step_is_divided_by_the_weights_of_all_its_micro_batches(target, batch
         for k in (1, 3)
     ]
     scored = [head_loss(output, batch, target.head, None, spec) for output in outputs]
-    sums = sum(step_sums(one, 0)[:7] for one in scored)
+    sums = sum(step_sums(one)[:6] for one in scored)
     for one in scored:
         (one.loss_sum / 10).backward()
     given = [p.grad.clone() for p in head.parameters()]
@@ -124,7 +124,7 @@ def test_a_step_is_divided_by_the_weights_of_all_its_micro_batches(target, batch
     # Where no label of a step can be drafted, nothing has a weight.
     for p in head.parameters():
         p.grad.zero_()
-    divide_again(head, torch.zeros(7), torch.tensor(10.0))
+    divide_again(head, torch.zeros(6), torch.tensor(10.0))
     assert not any(p.grad.any() for p in head.parameters())
 
 

@@ -139,7 +139,8 @@ class Tally:
     answers: how many. tokens: emitted after each answer's first. rounds: target passes. drafted:
     tokens proposed that could still be emitted, all nodes of a tree. accepted_K / reached_K: rounds in which position i
     was accepted / in which every position before it was accepted and a token was drafted there. rounds_T, tokens_T: of one
-    answer, the rounds whose root is its i-th token and the tokens that they emitted, T = tokens; None in a sum.
+    answer, the rounds whose root is its i-th token and the tokens that they emitted, T = tokens; None in a sum. chances_TK: how
+    likely these accept each position that they reach, NaN where none is drafted; None where nobody asks for it.
     """
 
     answers: int
@@ -150,6 +151,7 @@ class Tally:
     reached_K: np.ndarray
     rounds_T: np.ndarray | None = None
     tokens_T: np.ndarray | None = None
+    chances_TK: np.ndarray | None = None
 
     @classmethod
     def empty(cls, num_speculative_tokens: int) -> "Tally":
@@ -159,6 +161,16 @@ class Tally:
     def __add__(self, other: "Tally") -> "Tally":
         names = (part.name for part in fields(self) if part.default is MISSING)
         return Tally(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    def positions(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return accepted_K and reached_K of the rounds at each root of an answer, [T, K] both."""
+        if self.chances_TK is None or self.rounds_T is None:
+            return None
+        roots, width = self.chances_TK.shape
+        drafted_TK = ~np.isnan(self.chances_TK) & (np.arange(width) < np.arange(roots, 0, -1)[:, None])
+        accepted_TK = np.where(drafted_TK, self.chances_TK, 0).cumprod(1) * self.rounds_T[:, None]
+        before_TK = np.concatenate([self.rounds_T[:, None], accepted_TK[:, :-1]], 1)
+        return accepted_TK, np.where(drafted_TK, before_TK, 0)
 
     @property
     def tau(self) -> float | None:
@@ -191,15 +203,16 @@ def tally_generation(generation: Generation, num_speculative_tokens: int) -> Tal
     """Count the rounds of one decoded answer."""
     accepted_K = np.zeros(num_speculative_tokens)
     reached_K = np.zeros(num_speculative_tokens)
-    drafted = 0
+    drafted, tokens = 0, len(generation.output_ids) - 1
+    chances_TK = np.full((tokens, num_speculative_tokens), np.nan, np.float32)
     for round_ in generation.rounds:
-        left = len(generation.output_ids) - 1 - round_.root
+        left = tokens - round_.root
         depth = min(len(round_.levels) or round_.drafted, left)
         accepted_K[: round_.accepted] += 1
         reached_K[: min(round_.accepted + 1, depth)] += 1
+        chances_TK[round_.root, :depth] = np.arange(num_speculative_tokens)[:depth] < round_.accepted
         drafted += sum(round_.levels[:left]) if round_.levels else depth
-    tokens = len(generation.output_ids) - 1
     rounds_T, tokens_T = np.zeros(tokens), np.zeros(tokens)
     roots = [round_.root for round_ in generation.rounds]
     rounds_T[roots], tokens_T[roots] = 1, np.diff([*roots, tokens])
-    return Tally(1, tokens, len(generation.rounds), drafted, accepted_K, reached_K, rounds_T, tokens_T)
+    return Tally(1, tokens, len(generation.rounds), drafted, accepted_K, reached_K, rounds_T, tokens_T, chances_TK)

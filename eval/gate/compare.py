@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from draftsmith.errors import UserError
 from draftsmith.eval.gate.gate import OVERALL
-from draftsmith.eval.results.metrics import FEWEST_PROMPTS, METRICS, Interval, Metric, bootstrap_tau
+from draftsmith.eval.results.intervals import FEWEST_PROMPTS, Interval, bootstrap_tau
+from draftsmith.eval.results.metrics import METRICS, Metric
 from draftsmith.eval.results.result import DrafterResult, Measures, Result, TargetInfo
 
 BETTER, WORSE, CHANGED, NOISE, SAME = "better", "worse", "changed", "noise", "same"

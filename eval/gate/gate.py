@@ -17,7 +17,8 @@ from itertools import groupby
 from xml.etree import ElementTree
 
 from draftsmith.errors import UserError
-from draftsmith.eval.results.metrics import FEWEST_PROMPTS, METRICS, Metric
+from draftsmith.eval.results.intervals import FEWEST_PROMPTS
+from draftsmith.eval.results.metrics import METRICS, Metric
 from draftsmith.eval.results.result import Measures, Result
 
 OVERALL = "overall"

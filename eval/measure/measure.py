@@ -17,7 +17,7 @@ from draftsmith.eval.drafters.baselines import GENERATE
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.texts import Text, Texts, count_texts, distinct
 from draftsmith.eval.results.conditions import acceptance_by_condition
-from draftsmith.eval.results.metrics import bootstrap_tau, mean_tau
+from draftsmith.eval.results.intervals import bootstrap_tau, mean_tau
 from draftsmith.eval.results.result import (
     Costs,
     DrafterResult,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from draftsmith.eval.planner.plan import PAYS, Option, Plan, decoded_length, drafted_at, same_draft
-from draftsmith.eval.results.metrics import FEWEST_PROMPTS
+from draftsmith.eval.results.intervals import FEWEST_PROMPTS
 from draftsmith.eval.results.result import Result
 from draftsmith.eval.training.history import UNTAUGHT
 

@@ -6,7 +6,7 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from draftsmith.eval.report.cells import DASH, number, percent, significant, times, whole
+from draftsmith.eval.report.cells import DASH, between, number, percent, significant, times, whole
 from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Section, System, Table, View, best_k
 from draftsmith.eval.report.plots import Bar, Series, bars_panel, line_panel, part_swatch
 from draftsmith.eval.results.conditions import CONTEXTS, PAST, Group
@@ -79,21 +79,19 @@ def _pad(curve: Curve, width: int) -> Curve:
 
 def context(view: View) -> Section:
     """Accepted length by the place in the context."""
-    slices = [name for name in view.slices if name != OVERALL]
+    slices, columns = [name for name in view.slices if name != OVERALL], ("system", "tokens before")
     by, past = "Accepted length by tokens before the draft", "Up to and past the longest text that a head learned from"
-    tables = (
-        _group_table(by, "contexts", view, [OVERALL], ("system", "tokens before")),
-        _group_table(f"{by}, per slice", "contexts", view, slices, ("slice", "system", "tokens before"), folded=True),
-        _group_table(past, "training_split", view, [OVERALL], ("system", "tokens before")),
-        _group_table(
-            "In thought and in the answer after it",
-            "thinking",
-            view,
-            view.slices if len(slices) > 1 else [OVERALL],
-            ("slice", "system", "part"),
-            heads=3,
-        ),
-    )
+    tables = [_group_table(past, "training_split", view, [OVERALL], columns)]
+    names = _context_names(view)
+    if len(names) > 1:
+        tables = [
+            _group_table(by, "contexts", view, [OVERALL], columns),
+            _group_table(f"{by}, per slice", "contexts", view, slices, ("slice", *columns), folded=True),
+            _alpha_table(view, columns),
+            *tables,
+        ]
+    scopes, parts = view.slices if len(slices) > 1 else [OVERALL], ("slice", "system", "part")
+    tables.append(_group_table("In thought and in the answer after it", "thinking", view, scopes, parts, heads=3))
     return Section(
         "context",
         "Acceptance by place in the context",
@@ -101,21 +99,44 @@ def context(view: View) -> Section:
         "texts are longer than those that it learned from. A group of few rounds says little.",
         _context_figures(view),
         tuple(table for table in tables if table.rows),
-        missing="Acceptance by place in the context was not measured.",
+        missing=f"All rounds stand behind {names[0]} tokens, so nothing tells contexts apart."
+        if names
+        else "Acceptance by place in the context was not measured.",
     )
+
+
+def _context_names(view: View) -> list[str]:
+    """Return the groups of contexts that hold rounds, ascending; one alone tells nothing of the context."""
+    filled = {group.name for system in view.systems for group in system.drafter.overall.contexts or ()}
+    return [name for name in CONTEXTS if name in filled]
 
 
 def _context_figures(view: View) -> tuple[Figure, ...]:
     """Draw a line per system over all groups of contexts."""
-    curves = [(s, {g.name: _group_tau(g) for g in s.drafter.overall.contexts or ()}) for s in view.systems]
-    names = [name for name in CONTEXTS if any(name in curve for _, curve in curves)]
-    taus = [tau for _, curve in curves for tau in curve.values() if tau is not None]
-    if len(names) < 2 or not taus:
+    names, lines = _context_names(view), []
+    if len(names) < 2:
         return ()
-    lines = [Series(s.label, s.index, tuple(curve.get(name) for name in names)) for s, curve in curves if curve]
-    labels, ends = [f"{name.split(' ')[0]}+" for name in names], (1.0, max([2.0, *taus]))
+    for system in view.systems:
+        groups = {group.name: group for group in system.drafter.overall.contexts or ()}
+        taus, spreads = zip(*(_group_tau(groups.get(name, Group(name))) for name in names), strict=True)
+        lines.append(Series(system.label, system.index, taus, spreads=spreads))
+    tops = [
+        end
+        for line in lines
+        for tau, spread in zip(line.values, line.spreads, strict=True)
+        for end in (tau, *(spread or ()))
+    ]
+    labels, ends = (
+        [f"{name.split(' ')[0]}+" for name in names],
+        (1.0, max([2.0, *(top for top in tops if top is not None)])),
+    )
     panel = line_panel("Accepted length τ", labels, lines, x_title="tokens before the draft", show=number, y_range=ends)
-    return (Figure("Accepted length τ by the tokens that stood before the draft.", (panel,), view.legend, wide=True),)
+    intervals = ", with 95% intervals over prompts" if any(one for line in lines for one in line.spreads) else ""
+    return (
+        Figure(
+            f"Accepted length τ by the tokens that stood before the draft{intervals}.", (panel,), view.legend, wide=True
+        ),
+    )
 
 
 def _group_table(
@@ -146,12 +167,27 @@ def _trained(system: System, group: Group) -> str:
 
 
 def _group_cells(group: Group) -> tuple[str, str, str, str]:
-    expected = number(group.rounds_simulated, 0)
-    return whole(group.rounds), number(group.tau), expected, number(group.tau_simulated)
+    decoded = between(number(group.tau), group.interval, number)
+    simulated = between(number(group.tau_simulated), group.interval_simulated, number)
+    return whole(group.rounds), decoded, number(group.rounds_simulated, 0), simulated
 
 
-def _group_tau(group: Group) -> float | None:
-    return group.tau if group.tau is not None else group.tau_simulated
+def _group_tau(group: Group) -> tuple[float | None, tuple[float, float] | None]:
+    decoded = group.tau is not None
+    return (group.tau, group.interval) if decoded else (group.tau_simulated, group.interval_simulated)
+
+
+def _alpha_table(view: View, columns: tuple[str, ...]) -> Table:
+    """List the conditional acceptance of each draft position by the tokens before the draft."""
+    rows = [
+        (system.label, group.name, group.alpha_at or group.alpha_at_simulated or ())
+        for system, m in view.measured(OVERALL)
+        for group in m.contexts or ()
+    ]
+    width = max((len(alphas) for *_, alphas in rows), default=0)
+    caption = "Conditional acceptance α of each draft position by tokens before the draft"
+    cells = tuple(Row((label, name, *map(percent, _pad(alphas, width)))) for label, name, alphas in rows if alphas)
+    return Table(caption, (*columns, *(str(k + 1) for k in range(width))), cells, heads=2, folded=True)
 
 
 def sweep(view: View) -> Section:

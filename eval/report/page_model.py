@@ -11,7 +11,7 @@ from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report.cells import off
 from draftsmith.eval.report.plots import swatch
-from draftsmith.eval.results.metrics import FEWEST_PROMPTS
+from draftsmith.eval.results.intervals import FEWEST_PROMPTS
 from draftsmith.eval.results.result import DrafterResult, Measures, Piece, Result
 from draftsmith.eval.training.history import History
 

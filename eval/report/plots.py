@@ -18,12 +18,14 @@ NUM_COLOURS = 8
 
 @dataclass(frozen=True)
 class Series:
-    """One line: values[i] belongs to the i-th x label; None leaves a gap. index chooses colour and marker."""
+    """One line: values[i] belongs to the i-th x label; None leaves a gap. index chooses colour and marker. spreads: the ends of an
+    interval around each point, None for one without."""
 
     label: str
     index: int
     values: tuple[float | None, ...]
     marked: int | None = None  # the position of a ring around one point, e.g. the best K
+    spreads: tuple[tuple[float, float] | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ def _line(
             continue
         path.append(f"{pen}{_n(x(i))} {_n(y(value))}")
         pen = "L"
+    intervals = [
+        f'<path class="interval" d="M{_n(x(i))} {_n(y(ends[0]))}V{_n(y(ends[1]))}"/>'
+        for i, ends in enumerate(series.spreads)
+        if ends is not None
+    ]
     points = [
         f"<g>{marker(series.index, x(i), y(value))}<title>{_escape(f'{series.label}, {labels[i]}: {show(value)}')}</title></g>"
         for i, value in enumerate(series.values)
@@ -93,9 +100,8 @@ def _line(
     ring = ""
     if series.marked is not None and series.values[series.marked] is not None:
         ring = f'<circle class="ring" cx="{_n(x(series.marked))}" cy="{_n(y(series.values[series.marked] or 0.0))}" r="8"/>'
-    return (
-        f'<g class="s{series.index % NUM_COLOURS}"><path class="line" d="{" ".join(path)}"/>{"".join(points)}{ring}</g>'
-    )
+    drawn = "".join((f'<path class="line" d="{" ".join(path)}"/>', *intervals, *points, ring))
+    return f'<g class="s{series.index % NUM_COLOURS}">{drawn}</g>'
 
 
 def bars_panel(

@@ -9,7 +9,7 @@ from draftsmith.eval.report.cells import DASH, between, milliseconds, number, pe
 from draftsmith.eval.report.losslessness import count_equal, whose_texts
 from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Section, System, Table, View, best_k, tau_of
 from draftsmith.eval.report.plots import NUM_COLOURS, Bar, bars_panel
-from draftsmith.eval.results.metrics import FEWEST_PROMPTS, WITHIN, prompts_needed
+from draftsmith.eval.results.intervals import FEWEST_PROMPTS, WITHIN, prompts_needed
 from draftsmith.eval.results.result import Measures
 
 ALONE = "target alone"

@@ -1,17 +1,19 @@
 """Split acceptance by the conditions that a round was drafted under, such as the tokens that stood before the draft.
 
-Shapes: T tokens of an answer after its first, which is one per possible root; G groups.
+Shapes: T tokens of an answer after its first, which is one per possible root; G groups; K speculative tokens.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from draftsmith.decoder.answers import Generation, Tally
+from draftsmith.eval.results.intervals import Interval, bootstrap_tau
 
 Counted = Sequence[tuple[Generation, Tally]]
 """Answers with their own tallies, decoded or simulated."""
@@ -33,13 +35,18 @@ _NOTICED = 0.02
 
 @dataclass(frozen=True)
 class Group:
-    """The rounds under one condition. rounds, tau: as decoded; rounds_simulated, tau_simulated: expected ones, by simulation."""
+    """The rounds under one condition. rounds, tau: as decoded; rounds_simulated, tau_simulated: expected ones, by simulation.
+    interval: 95% of tau over the prompts that have such rounds; alpha_at: see `Measures`."""
 
     name: str
     rounds: int | None = None
     tau: float | None = None
     rounds_simulated: float | None = None
     tau_simulated: float | None = None
+    interval: Interval | None = None
+    interval_simulated: Interval | None = None
+    alpha_at: tuple[float | None, ...] | None = None
+    alpha_at_simulated: tuple[float | None, ...] | None = None
 
 
 class Thinking:
@@ -124,25 +131,41 @@ def split(
     names: Sequence[str], group_of: Callable[[Generation], np.ndarray], decoded: Counted, simulated: Counted
 ) -> tuple[Group, ...]:
     """Return the groups that hold rounds, in the order of `names`. group_of: the number [T] of the group of each root."""
-    (rounds_G, tokens_G), (expected_G, emitted_G) = (_sums(len(names), group_of, c) for c in (decoded, simulated))
+    counts, means = (_Sums(len(names), group_of, answers) for answers in (decoded, simulated))
     filled = []
     for i, name in enumerate(names):
-        counts = (round(rounds_G[i]), tokens_G[i] / rounds_G[i]) if rounds_G[i] else (None, None)
-        means = (float(expected_G[i]), float(emitted_G[i] / expected_G[i])) if expected_G[i] else (None, None)
-        if rounds_G[i] or expected_G[i]:
-            filled.append(Group(name, *counts, *means))
+        rounds, expected = counts.rounds_G[i], means.rounds_G[i]
+        if rounds or expected:
+            group = Group(name, round(rounds) or None, counts.tau(i), float(expected) or None, means.tau(i))
+            group = replace(group, interval=counts.interval(i), interval_simulated=means.interval(i))
+            filled.append(replace(group, alpha_at=counts.alpha_at(i), alpha_at_simulated=means.alpha_at(i)))
     return tuple(filled)
 
 
-def _sums(
-    groups: int, group_of: Callable[[Generation], np.ndarray], answers: Iterable[tuple[Generation, Tally]]
-) -> np.ndarray:
-    """Return [2, G]: the rounds and the tokens of each group."""
-    sums_2G = np.zeros((2, groups))
-    for generation, tally in answers:
-        assert tally.rounds_T is not None
-        assert tally.tokens_T is not None
-        group_T = group_of(generation)
-        sums_2G[0] += np.bincount(group_T, tally.rounds_T, groups)
-        sums_2G[1] += np.bincount(group_T, tally.tokens_T, groups)
-    return sums_2G
+class _Sums:
+    """What answers add up to in each group: the rounds and tokens of each prompt, and the rounds that reach and accept each position."""
+
+    def __init__(self, groups: int, group_of: Callable[[Generation], np.ndarray], answers: Counted) -> None:
+        self._prompts: dict[str, np.ndarray] = defaultdict(lambda: np.zeros((2, groups)))
+        self._positions_2GK = np.zeros((2, groups, max((len(t.accepted_K) for _, t in answers), default=0)))
+        for generation, tally in answers:
+            assert tally.rounds_T is not None
+            assert tally.tokens_T is not None
+            group_T, sums_2G = group_of(generation), self._prompts[generation.request.sample_id]
+            for sums_G, of_T in zip(sums_2G, (tally.rounds_T, tally.tokens_T), strict=True):
+                sums_G += np.bincount(group_T, of_T, groups)
+            for sums_GK, of_TK in zip(self._positions_2GK, tally.positions() or (), strict=False):
+                np.add.at(sums_GK, group_T, of_TK)
+        sums_2G = sum(self._prompts.values(), np.zeros((2, groups)))
+        self.rounds_G, self._tokens_G = sums_2G[0], sums_2G[1]
+
+    def tau(self, group: int) -> float | None:
+        return float(self._tokens_G[group] / self.rounds_G[group]) if self.rounds_G[group] else None
+
+    def interval(self, group: int) -> Interval | None:
+        return bootstrap_tau([(tokens[group], rounds[group]) for rounds, tokens in self._prompts.values()])
+
+    def alpha_at(self, group: int) -> tuple[float | None, ...] | None:
+        accepted_K, reached_K = self._positions_2GK[:, group]
+        alphas = [float(a / r) if r else None for a, r in zip(accepted_K, reached_K, strict=True)]
+        return tuple(alphas) if reached_K.any() else None

@@ -332,7 +332,7 @@ class Result:
     clocks: Clocks | None = None
     examples: tuple[Example, ...] = ()
     supplement: dict[str, bool | int | float | str | None] = field(default_factory=dict)
-    schema_version: int = 12
+    schema_version: int = 13
 
     @property
     def warnings(self) -> list[str]:

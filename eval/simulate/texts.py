@@ -142,10 +142,13 @@ def simulate_together(
             found = simulator.accept(target, read, room, sampling, max_k)
             off_text[drafter] += found[-1].off_text
             lengths = [*range(1, max_k + 1), *(max_k for _ in simulator.budgets)]
-            by_shape = [
-                simulate(one.c_BLK, answers, k, simulator.levels and simulator.levels[:k], one.nodes_BLK)
-                for k, one in zip(lengths, found, strict=True)
-            ]
+            chances = {id(one): one.c_BLK.cpu().numpy() for one in found}  # which all lengths share
+            by_shape = []
+            for k, one in zip(lengths, found, strict=True):
+                found_S = simulate(one.c_BLK, answers, k, simulator.levels and simulator.levels[:k], one.nodes_BLK)
+                places = [(a.row, slice(a.first - 1, a.last - 1), slice(k)) for a in answers]
+                pairs = zip(found_S, places, strict=True)
+                by_shape.append([replace(tally, chances_TK=chances[id(one)][place]) for tally, place in pairs])
             for index, tallies in zip(indices, zip(*by_shape, strict=True), strict=True):
                 by_index[drafter][order[index]] = [*tallies[:max_k]], [*tallies[max_k:]]
     every = [[of[i] for i in range(len(generations))] for of in by_index]
@@ -250,5 +253,6 @@ def _simulate_answer(
     for k in range(max_k):
         (tally,) = expected_tallies(c_KTK[k, None], np.array([tokens]), k + 1)
         assert tally.rounds_T is not None
-        tallies.append(replace(tally, drafted=float(tally.rounds_T @ drafted_KT[k])))
+        chances_TK = c_KTK[k, :tokens, : k + 1].astype(np.float16)  # which are 0 or 1
+        tallies.append(replace(tally, drafted=float(tally.rounds_T @ drafted_KT[k]), chances_TK=chances_TK))
     return tallies

@@ -21,7 +21,7 @@ from draftsmith.decoder.answers import Tally
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree
 from draftsmith.errors import UserError
-from draftsmith.eval.results.metrics import bootstrap_tau
+from draftsmith.eval.results.intervals import bootstrap_tau
 from draftsmith.eval.simulate.answers import answer_alone
 from draftsmith.eval.simulate.texts import head_simulator, simulate_together
 from draftsmith.foreign.records import Journal

@@ -9,7 +9,7 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.gate.compare import Comparison, Difference, compare_results, difference_interval
-from draftsmith.eval.results.metrics import bootstrap_tau, wilson
+from draftsmith.eval.results.intervals import bootstrap_tau, wilson
 from draftsmith.eval.results.result import (
     DrafterResult,
     Hardware,

@@ -19,7 +19,7 @@ from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.measure import is_looping, measure_pick, of_slice, sampling_error, summarize
 from draftsmith.eval.measure.texts import Text, Texts, collect_texts, compare_texts
 from draftsmith.eval.results.conditions import Group
-from draftsmith.eval.results.metrics import bootstrap_tau, mean_tau
+from draftsmith.eval.results.intervals import bootstrap_tau, mean_tau
 from draftsmith.eval.results.result import Costs, DrafterResult, Measures, Percentiles, PromptSums
 from draftsmith.eval.simulate.texts import Simulation
 from draftsmith.target.target import Target
@@ -85,7 +85,9 @@ def test_speeds_are_sums_over_slices_and_medians_over_repeats() -> None:
     assert m.ms_per_round.draft == pytest.approx(1000 * 6 / 15)
     assert m.ms_per_round.verify == pytest.approx(1000 * 14 / 15)
     assert m.ideal_speedup == pytest.approx(2.4 / ((12 + 3) / 10))
-    assert m.contexts == (Group("1 to 31", 5, pytest.approx(2.4), 5, pytest.approx(2.4)),)
+    alphas = (pytest.approx(0.8), 0.75)
+    same = {"alpha_at": alphas, "alpha_at_simulated": alphas}
+    assert m.contexts == (Group("1 to 31", 5, pytest.approx(2.4), 5, pytest.approx(2.4), **same),)
     assert m.training_split is None
     assert m.token_wait_s is None, "these were not read along"
     assert found.slices["code"].tau == pytest.approx(3.0)

@@ -10,7 +10,8 @@ import pytest
 from draftsmith.eval.report.losslessness import evidence
 from draftsmith.eval.report.page_model import view_of
 from draftsmith.eval.report.report import render_html, render_markdown
-from draftsmith.eval.results.metrics import prompts_needed
+from draftsmith.eval.results.conditions import Group
+from draftsmith.eval.results.intervals import prompts_needed
 from draftsmith.eval.results.result import Divergence, DrafterResult, Lossless, Result
 from tests.eval.report.test_report import EAGLE, PROMPT_LOOKUP, bare_result, invented_result
 
@@ -54,6 +55,18 @@ def test_findings_come_before_details() -> None:
         "Accepted length by tokens before the draft",
         "Every first divergence",
     ]
+
+
+def test_acceptance_by_context_has_intervals_and_is_left_out_where_all_rounds_are_of_one_group() -> None:
+    page = render_html([invented_result()])
+    assert page.count('class="interval"') == 1
+    assert "with 95% intervals over prompts" in page
+    caption = "Conditional acceptance α of each draft position by tokens before the draft"
+    assert caption in page
+    alone = (Group("32 to 63", 9, 2.0, alpha_at=(0.5,)),)
+    page = render_html([with_overall(invented_result(), contexts=alone, training_split=None)])
+    assert caption not in page
+    assert "All rounds stand behind 32 to 63 tokens" in page[page.index('id="missing"') :]
 
 
 def test_what_was_not_measured_is_one_list_at_the_end() -> None:

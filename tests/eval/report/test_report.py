@@ -72,7 +72,10 @@ def invented_measures(name: str, alpha: float, slice_name: str, prompts: int) ->
         acceptance_rate=sum(ats[:K]) / K,
         acceptance_at=tuple(ats[:K]),
         alpha_at=tuple(alphas[:K]),
-        contexts=(Group("32 to 63", rounds - 9, tau, rounds - 9.5, tau), Group("64 to 127", 9, 1.23, 9.5, 1.234)),
+        contexts=(
+            Group("32 to 63", rounds - 9, tau, rounds - 9.5, tau, (tau - 0.1, tau + 0.2), alpha_at=tuple(alphas[:K])),
+            Group("64 to 127", 9, 1.23, 9.5, 1.234, alpha_at=(0.2, None)),
+        ),
         training_split=(Group("within", rounds - 9, tau), Group("past", 9, 1.23)),
         k_sweep=tuple(
             SweepPoint(k, taus[k - 1], sum(ats[:k]) / k, COSTS.speedup(name, k, taus[k - 1])) for k in range(1, 9)

@@ -60,6 +60,42 @@ def by_hand(answers: list[Generation]) -> dict[str, list[int]]:
     return found
 
 
+def alphas_by_hand(answers: list[Generation]) -> dict[str, tuple[float, ...]]:
+    """How many of the rounds that drafted a position, and came that far, accepted it, by context."""
+    found: dict[str, Any] = defaultdict(lambda: np.zeros((2, K)))
+    for answer in answers:
+        for round_ in answer.rounds:
+            before = len(answer.request.prompt_ids) + round_.root + 1
+            low = max(2 ** (before.bit_length() - 1), 32) if before >= 32 else 1
+            for k in range(min(round_.accepted + 1, K, len(answer.output_ids) - 1 - round_.root)):
+                found[f"{low} to {max(2 * low, 32) - 1}"][:, k] += (k < round_.accepted, 1)
+    return {name: tuple(accepted / reached) for name, (accepted, reached) in found.items()}
+
+
+def test_positions_of_all_roots_add_up_to_those_of_the_answer() -> None:
+    """Decoded and simulated; expected rounds draft shorter at some roots, and at the answer's end."""
+    random, tokens = np.random.default_rng(1), np.array([9, 4])
+    c_STK = random.random((2, 9, K))
+    c_STK[0, 2, 1:] = np.nan
+    found = zip(expected_tallies(c_STK, tokens, K), c_STK, tokens.tolist(), strict=True)
+    expected = [replace(tally, chances_TK=c_TK[:count]) for tally, c_TK, count in found]
+    answers = random_answers()
+    for tally in (*expected, *simulated(answers), *(tally_generation(g, K) for g in answers)):
+        accepted_TK, reached_TK = tally.positions() or ()
+        np.testing.assert_allclose(accepted_TK.sum(0), tally.accepted_K, atol=1e-5)
+        np.testing.assert_allclose(reached_TK.sum(0), tally.reached_K, atol=1e-5)
+
+
+def test_groups_have_intervals_of_their_prompts_where_these_are_enough() -> None:
+    answers = random_answers(80)
+    decoded = [(g, tally_generation(g, K)) for g in answers]
+    for group in split(decoded, []):
+        assert group.interval is not None
+        assert group.tau is not None
+        assert group.interval[0] < group.tau < group.interval[1]
+    assert all(group.interval is None for group in split(decoded[:9], []))
+
+
 def test_groups_of_contexts_are_those_counted_round_by_round_and_add_up() -> None:
     answers = random_answers()
     decoded = [tally_generation(g, K) for g in answers]
@@ -69,6 +105,7 @@ def test_groups_of_contexts_are_those_counted_round_by_round_and_add_up() -> Non
     counted = by_hand(answers)
     assert {g.name: g.rounds for g in groups} == {name: rounds for name, (rounds, _) in counted.items()}
     assert {g.name: g.tau for g in groups} == pytest.approx({n: t / r for n, (r, t) in counted.items()})
+    assert {g.name: g.alpha_at for g in groups} == {n: pytest.approx(a) for n, a in alphas_by_hand(answers).items()}
     whole, exact = total(decoded, K), total(expected, K)
     assert sum(g.rounds or 0 for g in groups) == whole.rounds
     assert sum((g.rounds or 0) * (g.tau or 0) for g in groups) == pytest.approx(whole.tokens)

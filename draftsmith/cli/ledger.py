@@ -8,7 +8,7 @@ from draftsmith.cli.boundary import put
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.eval.ledger.counts import LEDGER
 from draftsmith.eval.ledger.sources import Told, read_source
-from draftsmith.eval.results.metrics import Interval
+from draftsmith.eval.results.intervals import Interval
 from draftsmith.eval.results.result import Measures, read_result
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from draftsmith.eval.results.metrics import Interval, bootstrap_tau
+from draftsmith.eval.results.intervals import Interval, bootstrap_tau
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.console import Console
 from draftsmith.cli import launching
 from draftsmith.cli.boundary import put
 from draftsmith.cli.commands import COMMANDS, REDO
-from draftsmith.cli.gating import judge_comparison, read_gate, result_pairs
+from draftsmith.cli.gating import Gate, judge_comparison, read_gate, result_pairs
 from draftsmith.data.conversations.show import show_conversation
 from draftsmith.errors import UserError
 from draftsmith.estimate import estimate as estimating
@@ -23,15 +23,17 @@ from draftsmith.eval.report.comparison import COMPARISON_MARK, comparison_json, 
 from draftsmith.eval.report.report import REPORT_MARKS, headline_table, write_report
 from draftsmith.eval.results.result import read_result
 from draftsmith.eval.training.history import read_history
+from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.recipe.options import require_recipe, take_options
 from draftsmith.recipe.parse import parse_recipe, shipped_names, shipped_text
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.chat import Chat, converse
 from draftsmith.stages.data import look_at, samples_at_hand
-from draftsmith.stages.evaluation import costs_table, served_costs_table
+from draftsmith.stages.evaluation import costs_table, result_files, served_costs_table
+from draftsmith.stages.exporting import export_folder
 from draftsmith.stages.gguf import check_conversion, export_gguf
 from draftsmith.stages.importing import import_layer
-from draftsmith.stages.pipeline import check_redo, make_stages
+from draftsmith.stages.pipeline import Made, check_redo, make_stages
 from draftsmith.stages.planning import COSTS, plan_stage
 from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session, choose_device
@@ -45,16 +47,20 @@ def run(own: Namespace, words: list[str]) -> int:
     gate = read_gate(own)
     session = _session("run", words, own.redo)
     launch = launching.check_launching(session, own.launch, "run")
-    gate.check_names(session, preflight(session, "run"), decode=True)
-    if launch and not launching.train(session, launch, words):
-        return 0
-    made = make_stages(session, "run", show=_show)
-    folder = session.recipe.run_dir / "evaluation"
-    put(f"\nreport  {folder / 'report.html'}")
+    if launch and session.recipe.target.shared:
+        launching.launch(session, launch, "run", [*words, *gate.words])
+        exported = export_folder(session.recipe, session.recipe.method) if layouts_of(session.recipe.method) else None
+        made = Made(results=result_files(session.recipe), export=exported)
+    else:
+        _check(session, "run", gate)
+        if launch and not launching.train(session, launch, words):
+            return 0
+        made = make_stages(session, "run", show=_show)
+    _put(f"\nreport  {session.recipe.run_dir / 'evaluation' / 'report.html'}")
     for path in made.results:
-        put(f"result  {path}")
-    put(f"export  {made.export or 'none: no layout holds such heads'}")
-    return gate.judge(made.results)
+        _put(f"result  {path}")
+    _put(f"export  {made.export or 'none: no layout holds such heads'}")
+    return _judge(gate, made.results, launch)
 
 
 def regenerate(own: Namespace, words: list[str]) -> int:
@@ -81,7 +87,8 @@ def extract(own: Namespace, words: list[str]) -> int:
     if session.recipe.features.source == "online":
         raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
     launch = launching.check_launching(session, own.launch, "extract")
-    _check(session, "extract", launched=launch is not None)
+    if not (launch and session.recipe.target.shared):
+        _check(session, "extract")
     if launch:
         launching.launch(session, launch, "extract", words)
     else:
@@ -95,22 +102,22 @@ def train(own: Namespace, words: list[str]) -> int:
     session = _session("train", words, own.redo)
     launching.check_script(own.script, session.recipe.method)
     launch = launching.check_launching(session, own.launch, "train")
-    _check(session, "train", launched=launch is not None)
+    shared = launch is not None and session.recipe.target.shared  # which this process cannot open alone
+    if not shared:
+        _check(session, "train")
     if launch and not launching.train(session, launch, words):
         return 0
-    shared = launch is not None and session.recipe.target.tensor_parallel > 1  # which this process cannot open alone
     _put(session.recipe.run_dir / "train" / "best" if shared else make_stages(session, "train").head)
     return 0
 
 
-def _check(session: Session, command: str, *, launched: bool) -> None:
-    """Find mistakes in a recipe, in one process. launched: others carry the command out, who check it where they alone can load the
-    target, between them."""
-    if launched and session.recipe.target.tensor_parallel > 1:
-        return
+def _check(session: Session, command: str, gate: Gate | None = None, *, decode: bool = True) -> None:
+    """Find mistakes in a recipe, and in the names of a gate, in one process."""
     session.share_target()
     if world().main:
-        preflight(session, command)
+        drafters = preflight(session, command)
+        if gate is not None:
+            gate.check_names(session, drafters, decode=decode)
 
 
 def _put(result: object) -> None:
@@ -119,15 +126,25 @@ def _put(result: object) -> None:
         put(result)
 
 
+def _judge(gate: Gate, results: list[Path], launch: launching.Launch | None) -> int:
+    """Compare results with a gate, in one process: the one that launched others, of several machines the first."""
+    return 0 if LAUNCHED in os.environ or not world().main or (launch and launch.machine) else gate.judge(results)
+
+
 def evaluate(own: Namespace, words: list[str]) -> int:
     """Measure the head, in comparison with the target alone."""
-    gate, made = read_gate(own), "evaluate --no-decode" if own.no_decode else "evaluate"
+    gate, made, decode = read_gate(own), "evaluate --no-decode" if own.no_decode else "evaluate", not own.no_decode
     session = _session("evaluate", words, own.redo, own.head, made)
-    gate.check_names(session, preflight(session, "evaluate"), decode=not own.no_decode)
-    results = make_stages(session, made, show=_show).results
+    if launch := launching.check_launching(session, own.launch, "evaluate"):
+        head = [] if own.head is None else ["--head", str(own.head)]
+        launching.launch(session, launch, made, [*words, *head, *gate.words])
+        results = result_files(session.recipe, decode=decode)
+    else:
+        _check(session, "evaluate", gate, decode=decode)
+        results = make_stages(session, made, show=_show).results
     for path in results:
-        put(path)
-    return gate.judge(results)
+        _put(path)
+    return _judge(gate, results, launch)
 
 
 def chat(own: Namespace, words: list[str]) -> int:

@@ -80,7 +80,7 @@ _QUIET = Option("--quiet", None, "Print results, warnings and the verdict, but n
 _LAUNCH = Option(
     "--launch",
     "FILE",
-    "Make answers and hidden states and train in processes of their own, with this configuration of accelerate, a file or a name that `draftsmith recipes` lists.",
+    "Make answers and hidden states and train in processes of their own, or measure in those that share the target, with this configuration of accelerate, a file or a name that `draftsmith recipes` lists.",
 )
 _GATE = (
     Option(
@@ -224,7 +224,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command("train the head (--launch: in several processes)", (REDO, _LAUNCH)),
     "evaluate": Command(
         "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only)",
-        (Option("--no-decode", None, "Simulate only."), _HEAD, REDO, *_GATE),
+        (Option("--no-decode", None, "Simulate only."), _HEAD, REDO, _LAUNCH, *_GATE),
     ),
     "chat": Command(
         "talk with the target while a head drafts: accepted tokens in colour, tau and speedup of every answer",
@@ -300,3 +300,5 @@ COMMANDS = {
 
 SHARED = ("regenerate", "extract", "train")
 """The commands that several processes may carry out together."""
+SPLIT = ("run", "evaluate")
+"""Those that processes carry out together which share the target."""

@@ -28,6 +28,11 @@ class Gate:
     thresholds: Sequence[Threshold]
     junit: Path | None
 
+    @property
+    def words(self) -> list[str]:
+        """The thresholds as options again, for a process that checks their names."""
+        return [word for threshold in self.thresholds for word in ("--fail-under", threshold.text)]
+
     def judge(self, paths: Sequence[Path]) -> int:
         """Compare written results with the thresholds: print a line for each one missed, return the exit code."""
         checks = check_results({str(path): read_result(path) for path in paths}, self.thresholds)

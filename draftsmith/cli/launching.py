@@ -55,22 +55,17 @@ def check_launching(session: Session, config: str | None, command: str) -> Launc
     launch = check_config(session.recipe.train, config, session.device)
     if _spreads(session, launch):
         _check_spread(session.recipe, command)
-    if (shared := session.recipe.target.tensor_parallel) > 1:
-        _check_groups(launch, shared, command)
-    return launch
-
-
-def _check_groups(launch: Launch, shared: int, command: str) -> None:
-    """Raise UserError where the processes of a launch are no groups that share a target, or this one would need it when they are done."""
-    if command == "run":
+    shared = session.recipe.target.tensor_parallel
+    if command == "evaluate" and shared == 1:
         raise UserError(
-            f"target.tensor_parallel is {shared}, but `draftsmith run` measures the head in one process: train with `draftsmith train`, and "
-            "evaluate with target.gpus in its place."
+            "`draftsmith evaluate` measures in one process, and in several only where these share the target: leave --launch out, or set "
+            "target.tensor_parallel."
         )
     if launch.processes % shared:
         raise UserError(
             f"target.tensor_parallel is {shared}, but {launch.config} has num_processes: {launch.processes}: take a multiple of {shared}."
         )
+    return launch
 
 
 def _spreads(session: Session, launch: Launch) -> bool:
@@ -161,7 +156,7 @@ def train(session: Session, launch_: Launch, words: list[str]) -> bool:
     save a checkpoint. words: the recipe's, for the processes.
     """
     session.processes = launch_.processes
-    if session.recipe.target.tensor_parallel == 1 and learned(session):
+    if not session.recipe.target.shared and learned(session):
         return not launch_.machine
     if _spreads(session, launch_) and not launch_.machine:
         # Here; the processes train from the store, for which they load no layers.
@@ -177,7 +172,7 @@ def train(session: Session, launch_: Launch, words: list[str]) -> bool:
 
 
 def launch(session: Session, asked: Launch, command: str, words: list[str]) -> None:
-    """Carry out a command in the processes of a launch. Raises SystemExit where they fail."""
+    """Carry out a command, one of `COMMAND_STAGES`, in the processes of a launch. Raises SystemExit where they fail."""
     if asked.machine:
         _await_machine_0(asked)
     session.drop_target()
@@ -185,7 +180,7 @@ def launch(session: Session, asked: Launch, command: str, words: list[str]) -> N
     script = (
         [str(find_script(session.recipe.method))]
         if command == "train"
-        else [str(Path(__file__).with_name("main.py")), command]
+        else [str(Path(__file__).with_name("main.py")), *command.split()]
     )
     redo = [word for stage in COMMAND_STAGES[command] if stage in session.redo for word in ("--redo", stage)]
     session.redo.difference_update(COMMAND_STAGES[command])

@@ -12,7 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from draftsmith.cli.boundary import at_boundary
-from draftsmith.cli.commands import COMMANDS, SHARED
+from draftsmith.cli.commands import COMMANDS, SHARED, SPLIT
 from draftsmith.errors import UserError, did_you_mean
 from draftsmith.progress import choose_progress
 from draftsmith.recipe.options import take_options
@@ -46,16 +46,28 @@ def _dispatch(words: list[str], script: str | None) -> int:
         hint = "options come after it; " if name.startswith("-") else ""
         meant = did_you_mean(name.lower(), COMMANDS)
         raise UserError(f"There is no command '{name}'{meant}: {hint}the commands are {', '.join(COMMANDS)}.")
-    if name not in SHARED and world().size > 1:
+    if name not in SHARED and world().size > 1 and not (name in SPLIT and _shares(name, words[1:])):
         raise UserError(
             f"WORLD_SIZE is {world().size} in the environment, but `draftsmith {name}` works in one process: leave the launcher out, "
-            f"or unset WORLD_SIZE and RANK; only {', '.join(SHARED)} take several."
+            f"or unset WORLD_SIZE and RANK; only {', '.join(SHARED)} take several, and {' and '.join(SPLIT)} those that share the target "
+            "(target.tensor_parallel)."
         )
     with together():
         own, rest = take_options(words[1:], COMMANDS[name].options)
         choose_progress(quiet=getattr(own, "quiet", False))
         own.script = script
         return _help(name, rest) if {"-h", "--help"} & set(rest) else COMMANDS[name].run(own, rest)
+
+
+def _shares(name: str, words: list[str]) -> bool:
+    """Return whether the recipe of a command has several processes share its target."""
+    from draftsmith.recipe.parse import parse_recipe
+
+    command = COMMANDS[name]
+    rest = take_options(words, command.options)[1]
+    if {"-h", "--help"} & set(rest):
+        return False
+    return parse_recipe(rest, f"draftsmith {name}", command.help, command.options).target.tensor_parallel > 1
 
 
 def _help(name: str, words: list[str]) -> int:

@@ -102,7 +102,7 @@ class Journal:
     """The finished parts of some work, JSON values by name.
 
     path: a line for every part, its checksum in front; made with the first one. None keeps the parts in memory alone. key:
-    identifies what the values depend on: the journal of another key begins anew. A line that was cut off, or is damaged, and what
+    identifies what the `values` depend on: the journal of another key begins anew. A line that was cut off, or is damaged, and what
     follows it count as not done. Parts are not flushed to the disk, which would disturb what is timed: a killed process loses none,
     a machine that fails the last ones.
     Raises UserError for a link, which none of ours is.
@@ -110,7 +110,7 @@ class Journal:
 
     def __init__(self, path: Path | None = None, key: str = "") -> None:
         self.path, self._key = path, key
-        self._values: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
         if path is None:
             return
         if path.is_symlink():
@@ -120,11 +120,11 @@ class Journal:
 
     def get(self, name: str) -> Any:
         """Return the value of a finished part, None where it is not done."""
-        return self._values.get(name)
+        return self.values.get(name)
 
     def add(self, name: str, value: Any) -> None:
         """Keep the value of a part."""
-        self._values[name] = value
+        self.values[name] = value
         if self.path is None:
             return
         with explain_os_error(self.path):
@@ -146,7 +146,7 @@ class Journal:
                 name, value = parse_json(text, str(path), "remove it")
                 if end == 0 and (name, value) != (_KEY, self._key):
                     break
-                self._values[name] = value
+                self.values[name] = value
                 end += len(line)
             file.truncate(end)
         if end == 0:

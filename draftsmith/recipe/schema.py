@@ -45,6 +45,11 @@ class TargetSpec:
             "but target.tensor_parallel takes a GPU for each process: leave one of the two out",
         )
 
+    @property
+    def shared(self) -> bool:
+        """Whether several processes hold the target together."""
+        return self.tensor_parallel > 1
+
 
 @dataclass(frozen=True)
 class DataSpec:

@@ -4,6 +4,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from draftsmith.foreign.records import Journal
 from draftsmith.heads.record import tuned_from
 from draftsmith.machine import environment
 from draftsmith.progress import say
+from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import (
     at_temperature,
     drafter_digests,
@@ -41,7 +43,7 @@ from draftsmith.stages.planning import (
     target_info,
 )
 from draftsmith.stages.prompts import Prompts, make_prompts, read_conversations
-from draftsmith.stages.session import Session
+from draftsmith.stages.session import Session, team
 from draftsmith.storage import check_file, fingerprint
 from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.identity import TargetIdentity
@@ -57,7 +59,9 @@ _JOURNAL = "parts.journal"
 
 
 def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
-    """Evaluate the head at every temperature of the recipe; return the result files. Reuses finished ones."""
+    """Evaluate the head at every temperature of the recipe; return the result files. Reuses finished ones.
+
+    All processes that share a target call it, compute alike and agree on what depends on clocks or the disk; rank 0 alone writes."""
     recipe, spec = session.recipe, session.recipe.evaluate
     run = recipe.run_dir
     stage, folder = ("evaluate", run / "evaluation") if decode else ("simulate", run / "simulation")
@@ -65,23 +69,32 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
     # Refuses heads of other sizes, trees and baselines that do not fit before anything is removed.
     drafters = drafters_of(session, session.target, prompts)
     inputs = _inputs(session, stage, drafters, prompts)
-    paths = [folder / f"t{temperature:g}" / "result.json" for temperature in spec.temperatures]
-    if not session.begin(stage, inputs):
+    paths, ours = result_files(recipe, decode=decode), team()
+    if not ours.tell(lambda: session.begin(stage, inputs)):
         _measure(session, prompts, drafters, paths, decode=decode)
-        session.run.finish(stage, {"results": [str(path) for path in paths]})
+        ours.tell(lambda: session.run.finish(stage, {"results": [str(path) for path in paths]}))
     elif decode and spec.plan_batches:
         _complete_costs(session, prompts, drafters, paths[0])
-    results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
-    past = read_history(run) if session.named_head is None else None
-    with session.run.writing():
-        priced = plan_stage(
-            results, costs, folder, recipe.export, spec.price_per_hour, past, run=run, again=session.again
-        )
-        write_report(results, folder, priced, past)
-    for result in results:
-        for text in result.past_training:
+
+    def report() -> None:
+        results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
+        past = read_history(run) if session.named_head is None else None
+        with session.run.writing():
+            priced = plan_stage(
+                results, costs, folder, recipe.export, spec.price_per_hour, past, run=run, again=session.again
+            )
+            write_report(results, folder, priced, past)
+        for text in (text for result in results for text in result.past_training):
             say(f"warning: {text}")
+
+    ours.tell(report)
     return paths
+
+
+def result_files(recipe: Recipe, *, decode: bool = True) -> list[Path]:
+    """Return the result files of a recipe's evaluation, whether they are there or not."""
+    folder = recipe.run_dir / ("evaluation" if decode else "simulation")
+    return [folder / f"t{temperature:g}" / "result.json" for temperature in recipe.evaluate.temperatures]
 
 
 def prompts_of(session: Session, target: Target) -> Prompts:
@@ -109,7 +122,8 @@ def _measure(
 ) -> None:
     """Decode or simulate at the temperatures whose results are not there, and write them. drafters: for the session's own target."""
     spec = session.recipe.evaluate
-    missing = [t for t, path in zip(spec.temperatures, paths, strict=True) if not _is_there(session, path)]
+    there = team().tell(lambda: [_is_there(session, path) for path in paths])
+    missing = [t for t, found in zip(spec.temperatures, there, strict=True) if not found]
     dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
     # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
     exact: dict[str, dict[str, Lossless]] = {}
@@ -129,16 +143,16 @@ def _measure(
                 result = decode_drafters(evaluation, sampling, journal, table, exact)
             else:
                 result = simulate_drafters(evaluation, sampling, journal)
-            write_result(path, result)
+            team().tell(partial(write_result, path, result))
         # Also that of a process which died between the two.
-        path.with_name(_JOURNAL).unlink(missing_ok=True)
+        team().tell(partial(path.with_name(_JOURNAL).unlink, missing_ok=True))
 
 
 def _complete_costs(session: Session, prompts: Prompts, drafters: list[SystemUnderTest], result: Path) -> None:
     """Measure what a finished evaluation lacks of the costs that the recipe plans with now. drafters: for the session's own target;
     result: one that the costs must fit."""
-    costs = result.parent.parent / COSTS
-    if has_costs(_evaluation(session, session.target, prompts, drafters), costs, session.run, session.warn):
+    costs, evaluation = result.parent.parent / COSTS, _evaluation(session, session.target, prompts, drafters)
+    if team().tell(lambda: has_costs(evaluation, costs, session.run, session.warn)):
         return
     target = session.target_in(session.recipe.evaluate.dtype)
     alone = session.original_of(target)
@@ -163,7 +177,10 @@ def _journal(result: Path) -> Journal:
     results is timed again."""
     machine = environment()
     of = [Result.schema_version, asdict(machine["hardware"]), machine["versions"]]
-    return Journal(result.with_name(_JOURNAL), fingerprint(of))
+    ours = team()
+    journal = Journal(None if ours.rank else result.with_name(_JOURNAL), fingerprint(of))
+    journal.values = ours.tell(lambda: journal.values)
+    return journal
 
 
 def _inputs(session: Session, stage: str, drafters: list[SystemUnderTest], prompts: Prompts) -> dict[str, Any]:

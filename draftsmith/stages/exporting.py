@@ -42,6 +42,11 @@ def export_options(recipe: Recipe, method: str) -> dict[str, Any]:
     }
 
 
+def export_folder(recipe: Recipe, method: str) -> Path:
+    """Return the directory that a head of `method` is exported to."""
+    return recipe.run_dir / "export" / str(export_options(recipe, method)["layout"])
+
+
 def check_adapter(recipe: Recipe, head: DraftHead) -> None:
     """Raise UserError where `export.adapter` is set for a head without an adapter, or keeps one that no engine serves."""
     adapter = recipe.export.adapter
@@ -74,7 +79,7 @@ def export_stage(session: Session) -> Path:
         notice := version_notice(find_layout(options["layout"], head.method), spec.engine_version)
     ):
         session.warn(notice)
-    destination = recipe.run_dir / "export" / options["layout"]
+    destination = export_folder(recipe, head.method)
     target, kind, tuned_folder = session.target, spec.adapter or "merge", None
     if "tuned" in head.trains.outputs:
         original = session.target_in(spec.dtype)

@@ -91,7 +91,7 @@ def _make_stages(session: Session, command: str, show: Callable[[list[Path]], No
         made.results = evaluate_stage(session, decode="evaluate" in stages)
         show(made.results)
     if "export" in stages and (command == "export" or layouts_of(session.recipe.method)):
-        made.export = export_stage(session)
+        made.export = Path(team().tell(lambda: str(export_stage(session))))
     if session.recipe.tracking.active and (made.results or made.export) and world().main:
         _track(session)
     if world().main and LAUNCHED not in os.environ:  # else the process that launched this one says it

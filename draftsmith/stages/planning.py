@@ -85,12 +85,14 @@ def costs_of_run(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Ca
     machine, names = environment(), [c.name for c in grid.systems]
     asked = (target.fingerprint, target.dtype_name, machine["hardware"], machine["versions"], names)
     others = [c.name for c in grid.systems if c.name in table.drafts and c.info.unlike(table.drafts[c.name])]
-    if others or asked != (table.target.fingerprint, table.dtype, table.hardware, table.versions, table.drafters):
+    held = (table.target.fingerprint, table.dtype, table.hardware, table.versions, table.drafters)
+    if target.agreed(lambda: bool(others) or asked != held):
         say(f"costs: {path} is of another machine, of other packages or of other drafters, and is measured again")
         return measure_and_keep(evaluation, path)
     if table.lacks(grid.places):
         return measure_and_keep(evaluation, path, table)
-    return _trim(table, grid.places, path, run)
+    target.agreed(lambda: _trim(table, grid.places, path, run))
+    return table.only(grid.places)
 
 
 def _read_kept(path: Path, warn: Callable[[str], None]) -> CostTable | None:
@@ -101,12 +103,11 @@ def _read_kept(path: Path, warn: Callable[[str], None]) -> CostTable | None:
         return None
 
 
-def _trim(table: CostTable, places: set[tuple[int, int]], path: Path, run: RunDirectory) -> CostTable:
-    """Take out of a table, and of its file, what is of none of `places`."""
+def _trim(table: CostTable, places: set[tuple[int, int]], path: Path, run: RunDirectory) -> None:
+    """Take out of the file of a table what is of none of `places`."""
     if (fewer := _not_empty(table.only(places))) != table:
         with run.writing():
             write_cost_table(path, fewer)
-    return fewer
 
 
 def _not_empty(table: CostTable) -> CostTable:
@@ -132,7 +133,8 @@ def measure_and_keep(evaluation: Evaluation, path: Path, kept: CostTable | None 
         command=shlex.join(["draftsmith", *sys.argv[1:]]),
         kept=kept,
     )
-    write_cost_table(path, _not_empty(table))
+    _not_empty(table)
+    evaluation.target.agreed(lambda: write_cost_table(path, table))
     for one in table.contradictions:
         say(
             f"warning: costs contradict each other: {one.text}, also when measured again: let nothing else run, remove {path} and run "
@@ -155,7 +157,7 @@ def target_info(target: Target, named: str) -> TargetInfo:
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
         weight_bytes=target.weight_bytes,
-        cache_bytes=entry_bytes(layer_shapes(target)),
+        cache_bytes=entry_bytes(layer_shapes(target)) * target.shares,
     )
 
 

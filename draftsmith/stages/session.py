@@ -107,12 +107,12 @@ class Session:
                 "which no layers are loaded."
             )
         own = {"path": path or self.target_path, "dtype": dtype, "device": self.device}
-        if shared := self.recipe.target.tensor_parallel > 1:
+        if shared := self.recipe.target.shared:
             self._check_shared()
             own["device"] = torch.device(self.device).type  # the GPU of this process
         target = draftsmith.load_target(**asdict(self.recipe.target) | own)
         self._tell_context(target)
-        return SharedTarget(target, final_norm_weight(target)) if shared else target
+        return SharedTarget(target, final_norm_weight(target), team().tell) if shared else target
 
     def _check_shared(self) -> None:
         """Raise UserError for a head that needs the target's layers as they are, which are split."""
@@ -124,13 +124,13 @@ class Session:
             )
         if world().size == 1:
             raise UserError(
-                f"target.tensor_parallel is {processes}, but this is one process: `draftsmith regenerate`, `extract` and `train` take "
-                "--launch or torchrun; for all else set target.gpus in its place."
+                f"target.tensor_parallel is {processes}, but this is one process: `draftsmith run`, `regenerate`, `extract`, `train` and "
+                "`evaluate` take --launch or torchrun; for all else set target.gpus in its place."
             )
 
     def share_target(self) -> None:
         """Load a target that processes share, which all of them do at once. Then one alone may look at it, but for passes."""
-        if self.recipe.target.tensor_parallel > 1:
+        if self.recipe.target.shared:
             # As rank 0 decides, who alone knows what is to be made again.
             stored = team().tell(lambda: self._target_of_store() is not None)
             parts = self._target_of_store() if stored else None

@@ -7,7 +7,7 @@ Shapes: B = 2 rows of n probe tokens, A aux layers, Ht target hidden size, V tar
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -106,13 +106,19 @@ class SharedTarget(Target):
     """A target whose layers this process shares with others, once all of them have asked it for what heads want to know of any: the
     states of the tokens of `probe_ids`, and its final norm. So one process may make a head alone; any other pass takes all of them.
 
-    final_norm: [Ht] what `final_norm_weight` found, None for nothing.
+    final_norm: [Ht] what `final_norm_weight` found, None for nothing. tell: of the `Team` of all processes.
     """
 
-    def __init__(self, target: Target, final_norm: Tensor | None) -> None:
+    def __init__(
+        self, target: Target, final_norm: Tensor | None, tell: Callable[[Callable[[], Any]], Any]
+    ) -> None:
         vars(self).update(vars(target))
-        self.final_norm, self._ids = final_norm, probe_ids(target)
+        self._tell, self.final_norm, self._ids = tell, final_norm, probe_ids(target)
         self._probe = target.forward(self._ids, layer_ids=tuple(range(target.num_layers)))
+
+    def agreed(self, make: Callable[[], Any]) -> Any:
+        """Return what `make` does in rank 0."""
+        return self._tell(make)
 
     def forward(self, input_ids: Tensor, *, layer_ids: tuple[int, ...] = (), **others: Any) -> TargetOutput:
         """As `Target.forward`, where the probe's states are known."""

@@ -21,7 +21,7 @@ from draftsmith.progress import say
 from draftsmith.target.folder import eos_ids_of, fingerprint_directory
 from draftsmith.target.identity import TargetIdentity, identify_directory
 from draftsmith.target.kernels import fuse_norms, linear, pack_linears, without_autocast
-from draftsmith.target.layers import find_decoder, find_layers, gathered
+from draftsmith.target.layers import find_decoder, find_layers, gathered, sharers_of
 from draftsmith.target.plain_pass import Attend, PlainPass, join_projections
 from draftsmith.target.pretrained import check_target, open_model
 
@@ -159,6 +159,12 @@ class Target:
         return self.config.model_type
 
     @property
+    def shares(self) -> int:
+        """How many processes hold the layers together."""
+        sharers = sharers_of(self.model)
+        return 1 if sharers is None else int(sharers.size())
+
+    @property
     def device(self) -> torch.device:
         """Where the model runs."""
         return self.embedding.device
@@ -217,6 +223,11 @@ class Target:
     def plain_pass(self) -> PlainPass | None:
         """The decoder's pass without transformers' work around every layer; None where its layers are others."""
         return PlainPass.of(self.decoder, self._layers)
+
+    def agreed(self, make: Callable[[], Any]) -> Any:
+        """Return the JSON value that `make` does: what clocks, free memory or the disk decide, on which the processes that share a
+        target must agree."""
+        return make()
 
     def default_layer_ids(self) -> tuple[int, ...]:
         """(2, n//2, n-3), the ids every serving engine assumes. Raises UserError for n < 8, where they collapse."""

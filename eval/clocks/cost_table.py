@@ -103,7 +103,7 @@ class CostTable:
     """Costs of a target and its drafters on one machine.
 
     dtype: of both. nodes: {drafter: {"k": tokens of the target's pass}} for trees, whose pass does not read k + 1 tokens.
-    weights_bytes: of the target, read in every pass. bandwidth: bytes per second that this machine reads memory with, measured.
+    weights_bytes: of the target, read in every pass, of each process where several share it. bandwidth: bytes per second that this machine reads memory with, measured.
     too_large: the (batch, context) that did not fit in memory, which nobody need try again.
     command, commit, date, hardware, versions: as in result.json. servers: that whole rounds were measured from, none where steps were
     timed here; dtype, weights_bytes and hardware of servers are not known. drafts: {drafter: how it drafts}, as far as that is known.

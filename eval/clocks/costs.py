@@ -6,6 +6,7 @@ ever adds to a time.
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ def measure_table(
 
     def measure(rows: int, context: int) -> CostPoint:
         ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]
-        return _point(target, systems, ids, rows, sampling, seconds)
+        point = _point(target, systems, ids, rows, sampling, seconds)
+        return CostPoint(**target.agreed(lambda: asdict(point)))
 
     missing = sorted(places - timed.keys() - too_large)
     with Bar(total=len(missing), desc="costs", unit="point") as bar:
@@ -99,6 +101,8 @@ def measure_table(
                     timed[rows, context] = measure(rows, context)
                     too_large.remove((rows, context))
                 except torch.OutOfMemoryError:
+                    if target.shares > 1:  # the others are in the middle of the same pass
+                        raise
                     torch.cuda.empty_cache()
             bar.update()
     table = CostTable(
@@ -106,7 +110,7 @@ def measure_table(
         dtype=target.dtype_name,
         points=tuple(point for _, point in sorted(timed.items())),
         nodes=_tree_nodes(systems),
-        weights_bytes=target.weight_bytes,
+        weights_bytes=target.weight_bytes // target.shares,
         bandwidth=read_bandwidth(target.device) if kept is None else kept.bandwidth,
         command=command,
         **environment(),
@@ -122,7 +126,8 @@ def fits_in_memory(target: Target, rows: int, context: int, caches: int = 2) -> 
     """Whether `caches` caches, and the states, of a batch take at most half of the memory that is free."""
     cached = entry_bytes(layer_shapes(target))
     states = 8 * target.hidden_size * target.dtype.itemsize
-    return rows * (context + _PASSES[-1]) * (caches * cached + states) < available_memory(target.device) / 2
+    needed = rows * (context + _PASSES[-1]) * (caches * cached + states)
+    return bool(target.agreed(lambda: needed < available_memory(target.device) / 2))
 
 
 def _point(
@@ -149,7 +154,8 @@ def _point(
     started = time.perf_counter()
     _time(jobs, target.device, 1)
     once = (time.perf_counter() - started) / (1 + WARM_UP)
-    cost = _by_name(_time(jobs, target.device, repeats_within(seconds, once)))
+    repeats = target.agreed(lambda: repeats_within(seconds, once))
+    cost = _by_name(_time(jobs, target.device, repeats))
     verify, admit, whole = (cost.pop(kind, {}) for kind in ("verify", "admit", _WHOLE))
     parts = {c.name: verify[str(c.nodes(k))] + cost[c.name][str(k)] for c in systems if (k := c.num_speculative_tokens)}
     overhead = {name: max(0.0, ms - parts.get(name, verify["1"])) for name, ms in whole.items()}

@@ -20,7 +20,7 @@ from typing import Any
 from draftsmith.errors import StoppedError, UserError
 
 LAUNCHED = "DRAFTSMITH_LAUNCHED"
-"""Set for the processes that --launch starts, to how many there are; they inherit that Ctrl-C is ignored."""
+"""Set for the processes that --launch starts, to how many there are; they may inherit that Ctrl-C is ignored."""
 
 INTERRUPTED = "interrupted; run the same command again to go on from here."
 

@@ -27,7 +27,7 @@ def main() -> int:
     arguments.signals_to_handle = "SIGQUIT"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     try:
-        with on_signals(_hand_on, ENDING):
+        with on_signals(_hand_on, (signal.SIGINT, *ENDING)):
             launch_command(arguments)
     except ChildFailedError as error:
         return _say(error.failures, Path(folder))

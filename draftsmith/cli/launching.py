@@ -202,19 +202,13 @@ def run_launcher(words: list[str], processes: int) -> int:
         asked.append(number)
         process.send_signal(number)
 
-    # A child inherits that Ctrl-C is ignored: the launcher must not end before the training processes, which see LAUNCHED and
-    # answer Ctrl-C again.
-    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        # No module of the working folder, nor of the script's, stands for one that is installed.
-        environ = os.environ | {LAUNCHED: str(processes), "PYTHONSAFEPATH": "1"} | said()
-        process = subprocess.Popen([sys.executable, "-m", "draftsmith.cli.launcher", *words], env=environ)
-        # The terminal sends Ctrl-C to all of them.
-        signal.signal(signal.SIGINT, lambda number, _: asked.append(number))
-        with on_signals(hand_on, ENDING):
-            code = process.wait()
-    finally:
-        signal.signal(signal.SIGINT, usual)
+    # No module of the working folder, nor of the script's, stands for one that is installed.
+    environ = os.environ | {LAUNCHED: str(processes), "PYTHONSAFEPATH": "1"} | said()
+    command = [sys.executable, "-m", "draftsmith.cli.launcher", *words]
+    # In a session of its own, as torchrun gives the processes: the terminal sends Ctrl-C to this process alone, which hands it on.
+    process = subprocess.Popen(command, env=environ, start_new_session=True)
+    with on_signals(hand_on, (signal.SIGINT, *ENDING)):
+        code = process.wait()
     return 128 + asked[0] if code and asked else abs(code)
 
 

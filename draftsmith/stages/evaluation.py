@@ -175,9 +175,8 @@ def _evaluation(session: Session, target: Target, prompts: Prompts, drafters: li
 def _journal(result: Path) -> Journal:
     """Return what is measured of a result so far; what was timed with another machine, other packages or for another version of
     results is timed again."""
-    machine = environment()
-    of = [Result.schema_version, asdict(machine["hardware"]), machine["versions"]]
-    ours = team()
+    machine, ours = environment(), team()
+    of = [Result.schema_version, asdict(machine["hardware"]), machine["versions"], *([ours.size] if ours.size > 1 else [])]
     journal = Journal(None if ours.rank else result.with_name(_JOURNAL), fingerprint(of))
     journal.values = ours.tell(lambda: journal.values)
     return journal
@@ -198,6 +197,7 @@ def _inputs(session: Session, stage: str, drafters: list[SystemUnderTest], promp
     if stage == "evaluate":  # which is timed
         timed = {"device": session.device.split(":")[0]}
         inputs |= timed | {"target.attn_implementation": recipe.target.attn_implementation}
+        inputs |= {"target.tensor_parallel": recipe.target.tensor_parallel} if recipe.target.shared else {}
     return _as_compared(session, stage, inputs) if original is None else inputs | {"original": original.fingerprint}
 
 

@@ -83,10 +83,11 @@ def costs_of_run(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Ca
     if table is None:
         return measure_and_keep(evaluation, path)
     machine, names = environment(), [c.name for c in grid.systems]
-    asked = (target.fingerprint, target.dtype_name, machine["hardware"], machine["versions"], names)
+    read = target.weight_bytes // target.shares
+    asked = (target.fingerprint, target.dtype_name, read, machine["hardware"], machine["versions"], names)
     others = [c.name for c in grid.systems if c.name in table.drafts and c.info.unlike(table.drafts[c.name])]
-    held = (table.target.fingerprint, table.dtype, table.hardware, table.versions, table.drafters)
-    if target.agreed(lambda: bool(others) or asked != held):
+    of, where = (table.target.fingerprint, table.dtype, table.weights_bytes), (table.hardware, table.versions)
+    if target.agreed(lambda: bool(others) or asked != (*of, *where, table.drafters)):
         say(f"costs: {path} is of another machine, of other packages or of other drafters, and is measured again")
         return measure_and_keep(evaluation, path)
     if table.lacks(grid.places):

@@ -319,4 +319,5 @@ def _notes_of_speed(old: Result, new: Result, repeats: int) -> Iterator[str]:
 def _machine(result: Result) -> str:
     """Return what speeds depend on besides the models."""
     h, batch = result.hardware, result.settings.batch
-    return f"{h.gpu or h.cpu}, {h.cores} cores, {h.threads} threads, batch {batch}"
+    shared = f", {result.sharers} processes" if result.sharers > 1 else ""
+    return f"{h.gpu or h.cpu}{shared}, {h.cores} cores, {h.threads} threads, batch {batch}"

@@ -33,7 +33,7 @@ class TargetSpec:
     gpus: int = field(default=1, metadata=LATER | within(1, 64))
     """GPUs that hold the target's layers together, from `device` on, for a target larger than one GPU; states meet on the first."""
     tensor_parallel: int = field(default=1, metadata=LATER | within(1, 64))
-    """Processes, with a GPU each, that split every layer of the target: all that are started, or groups of so many."""
+    """Processes, with a GPU each, that split every layer of the target in all stages: all that are started, or groups of so many."""
 
     def __post_init__(self) -> None:
         check_fields(self, "target.")

@@ -176,7 +176,12 @@ def _journal(result: Path) -> Journal:
     """Return what is measured of a result so far; what was timed with another machine, other packages or for another version of
     results is timed again."""
     machine, ours = environment(), team()
-    of = [Result.schema_version, asdict(machine["hardware"]), machine["versions"], *([ours.size] if ours.size > 1 else [])]
+    of = [
+        Result.schema_version,
+        asdict(machine["hardware"]),
+        machine["versions"],
+        *([ours.size] if ours.size > 1 else []),
+    ]
     journal = Journal(None if ours.rank else result.with_name(_JOURNAL), fingerprint(of))
     journal.values = ours.tell(lambda: journal.values)
     return journal

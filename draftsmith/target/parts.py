@@ -109,9 +109,7 @@ class SharedTarget(Target):
     final_norm: [Ht] what `final_norm_weight` found, None for nothing. tell: of the `Team` of all processes.
     """
 
-    def __init__(
-        self, target: Target, final_norm: Tensor | None, tell: Callable[[Callable[[], Any]], Any]
-    ) -> None:
+    def __init__(self, target: Target, final_norm: Tensor | None, tell: Callable[[Callable[[], Any]], Any]) -> None:
         vars(self).update(vars(target))
         self._tell, self.final_norm, self._ids = tell, final_norm, probe_ids(target)
         self._probe = target.forward(self._ids, layer_ids=tuple(range(target.num_layers)))

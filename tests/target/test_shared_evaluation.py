@@ -19,22 +19,31 @@ from draftsmith.cli.main import main
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.registry import methods
 from draftsmith.train.process import INTERRUPTED
-from tests.helpers import hearing_signals
+from tests.helpers import hearing_signals, save_target
 from tests.target.test_shared_stages import TWO, make_recipe
 from tests.train.runs import ROOT, launch_several
 
 pytestmark = pytest.mark.slow
 
 SHARED = ["--target.tensor_parallel", "2"]
-COUNTED = (
-    "prompts tokens rounds tau tau_simulated acceptance_rate acceptance_at acceptance_at_simulated looping".split()
-)
+COUNTED = [
+    "prompts",
+    "tokens",
+    "rounds",
+    "tau",
+    "tau_simulated",
+    "acceptance_rate",
+    "acceptance_at",
+    "acceptance_at_simulated",
+    "looping",
+]
 
 
 @pytest.fixture(scope="module", name="recipe")
 def _recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe with prompts to measure a head on, which lies beside it in `head`."""
     folder = tmp_path_factory.mktemp("measured")
+    save_target(folder / "target", initializer_range=0.08, num_hidden_layers=4)  # each takes two exchanges a pass
     file = make_recipe(folder)
     recipe = yaml.safe_load(file.read_text())
     prompts = [{"id": i, "slice": i, "messages": [{"role": "user", "content": f"question {i}?"}]} for i in "ab"]
@@ -53,7 +62,7 @@ def _recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file.write_text(yaml.safe_dump(recipe))
     target = draftsmith.load_target(folder / "target")
     method = methods()["eagle3"]
-    save_head(method.build(method.options_class(layer_ids=[2, 4, 6]), target, None), folder / "head", target)
+    save_head(method.build(method.options_class(layer_ids=[1, 2, 3]), target, None), folder / "head", target)
     return file
 
 
@@ -119,7 +128,8 @@ def test_ctrl_c_ends_all_processes(recipe: Path) -> None:
     journal = recipe.parent / "stopped" / "evaluation" / "t0" / "parts.journal"
     deadline = time.monotonic() + 300
     while not journal.exists():
-        assert started.poll() is None and time.monotonic() < deadline, started.communicate()[1]
+        assert started.poll() is None
+        assert time.monotonic() < deadline
         time.sleep(0.1)
     others = psutil.Process(started.pid).children(recursive=True)
     os.killpg(started.pid, signal.SIGINT)  # as a terminal does

@@ -87,9 +87,9 @@ def test_two_groups_of_two_processes_make_what_one_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "options", "why"),
     [
-        ("extract", [], "target.tensor_parallel is 2, but this is one process: `draftsmith regenerate`, `extract` and `train` take"),
+        ("extract", [], "target.tensor_parallel is 2, but this is one process: `draftsmith run`, `regenerate`, `extract`, `train` and"),
         ("inspect", [], "target.tensor_parallel is 2, but this is one process"),
-        ("run", ["--launch", TWO], "target.tensor_parallel is 2, but `draftsmith run` measures the head in one process: train with"),
+        ("evaluate", ["--launch", TWO, "--target.tensor_parallel", "1"], "measures in one process, and in several only where these share"),
         ("extract", ["--launch", TWO, "--target.tensor_parallel", "3"], "ddp-2cpu.yaml has num_processes: 2: take a multiple of 3."),
         ("train", ["--target.gpus", "2"], "target.gpus is 2: but target.tensor_parallel takes a GPU for each process: leave one of the two out."),
         ("train", ["--method", "medusa2"], "heads of method: medusa2 take the target's layers whole: set target.gpus in its place."),

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from draftsmith.errors import UserError
 from draftsmith.eval.gate.gate import OVERALL
+from draftsmith.eval.results.conditions import sharers
 from draftsmith.eval.results.intervals import FEWEST_PROMPTS, Interval, bootstrap_tau
 from draftsmith.eval.results.metrics import METRICS, Metric
 from draftsmith.eval.results.result import DrafterResult, Measures, Result, TargetInfo
@@ -319,5 +320,5 @@ def _notes_of_speed(old: Result, new: Result, repeats: int) -> Iterator[str]:
 def _machine(result: Result) -> str:
     """Return what speeds depend on besides the models."""
     h, batch = result.hardware, result.settings.batch
-    shared = f", {result.sharers} processes" if result.sharers > 1 else ""
+    shared = f", {count} processes" if (count := sharers(result.recipe)) > 1 else ""
     return f"{h.gpu or h.cpu}{shared}, {h.cores} cores, {h.threads} threads, batch {batch}"

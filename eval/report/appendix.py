@@ -10,6 +10,7 @@ from draftsmith.eval.planner.plan import Memory, memory_at
 from draftsmith.eval.report.cells import DASH, milliseconds, number, off, percent, some, whole
 from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Sample, Section, System, Table, View
 from draftsmith.eval.report.plots import Series, line_panel
+from draftsmith.eval.results.conditions import sharers
 from draftsmith.eval.results.result import Example, Percentiles, Piece, Result
 from draftsmith.eval.training.history import tell
 
@@ -236,7 +237,7 @@ def _facts(result: Result) -> list[tuple[str, str]]:
         ("target layers x hidden", None if t.num_layers is None else f"{t.num_layers} x {t.hidden_size or '?'}"),
         ("target vocabulary", None if t.vocab_size is None else f"{t.vocab_size:,}"),
         ("target fingerprint", t.fingerprint),
-        *([("target shared by", f"{result.sharers} processes")] if result.sharers > 1 else []),
+        *([("target shared by", f"{shared} processes")] if (shared := sharers(result.recipe)) > 1 else []),
         ("machine", f"{h.cpu}, {h.cores} core{'s' * (h.cores != 1)}, {h.threads} torch thread{'s' * (h.threads != 1)}"),
         ("memory", None if h.memory_gib is None else f"{h.memory_gib:g} GiB"),
         ("accelerator", h.gpu or "none"),

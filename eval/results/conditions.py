@@ -5,7 +5,7 @@ Shapes: T tokens of an answer after its first, which is one per possible root; G
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -169,3 +169,9 @@ class _Sums:
         accepted_K, reached_K = self._positions_2GK[:, group]
         alphas = [float(a / r) if r else None for a, r in zip(accepted_K, reached_K, strict=True)]
         return tuple(alphas) if reached_K.any() else None
+
+
+def sharers(recipe: Mapping[str, Any] | None) -> int:
+    """Return how many processes shared the target of a result with this recipe."""
+    target = (recipe or {}).get("target")
+    return int(target.get("tensor_parallel", 1)) if isinstance(target, dict) else 1

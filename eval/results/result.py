@@ -341,12 +341,6 @@ class Result:
         return noted + self.past_training
 
     @property
-    def sharers(self) -> int:
-        """How many processes shared the target."""
-        target = (self.recipe or {}).get("target")
-        return int(target.get("tensor_parallel", 1)) if isinstance(target, dict) else 1
-
-    @property
     def past_training(self) -> list[str]:
         """Which heads drafted in longer texts than they learned from, and what tau does there, a sentence each."""
         sentences = []

@@ -50,13 +50,48 @@ class GroupedConv(nn.Module):
         nn.init.zeros_(self.kernel_projection.weight)
 
     def forward(self, x: Tensor, normed: Tensor, side: int) -> Tensor:
-        """Mix x [..., H] along the slots, before (side 0) or behind (1) the sublayer, whose normed input [..., H] decides how."""
-        delta = self.kernel_projection(normed).unflatten(-1, (2, self.taps, -1))[..., side, :, :]
-        kernel = (self.base_kernel[side] + delta.repeat_interleave(self.group, -1)).to(x.dtype)
-        mixed = kernel[..., 0, :] * x
-        for tap in range(1, self.taps):
-            mixed = mixed + kernel[..., tap, :] * F.pad(x, (0, 0, tap, 0))[..., : x.shape[-2], :]
+        """Mix x [..., H] along the slots, before (side 0) or behind (1) the sublayer, whose normed input [..., H] decides how.
+
+        The kernels [..., T, H] are never made: each tap is base * x + delta * x, with a group's delta for all its channels.
+        """
+        base = self.base_kernel[side].unflatten(-1, (-1, self.group)).to(x.dtype)
+        weight = self.kernel_projection.weight.unflatten(0, (2, -1))[side]
+        delta = F.linear(normed, weight).unflatten(-1, (self.taps, -1, 1)).to(x.dtype)
+        mixed: Tensor = _Mix.apply(x.unflatten(-1, (-1, self.group)), base, delta)  # type: ignore[no-untyped-call]
+        return mixed.flatten(-2)
+
+
+class _Mix(torch.autograd.Function):
+    """The sum over taps of (base + delta) * the slot so far before, whose backward pass needs these three alone.
+
+    x: [..., S, G, g] for G groups. base: [T, G, g]. delta: [..., S, T, G, 1].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, base: Tensor, delta: Tensor) -> Tensor:
+        ctx.save_for_backward(x, base, delta)
+        mixed = torch.addcmul(base[0] * x, delta[..., 0, :, :], x)
+        for tap in range(1, min(len(base), x.shape[-3])):
+            before = x[..., :-tap, :, :]
+            mixed[..., tap:, :, :] += torch.addcmul(base[tap] * before, delta[..., tap:, tap, :, :], before)
         return mixed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        (behind,), (x, base, delta) = gradients, ctx.saved_tensors
+        x_grad, base_grad, delta_grad = behind, torch.zeros_like(base), torch.zeros_like(delta)
+        for tap in range(min(len(base), x.shape[-3])):
+            end = x.shape[-3] - tap
+            here, before = behind[..., tap:, :, :], x[..., :end, :, :]
+            own = torch.addcmul(base[tap] * here, delta[..., tap:, tap, :, :], here)
+            if tap:
+                x_grad[..., :end, :, :] += own
+            else:
+                x_grad = own
+            product = here * before
+            torch.sum(product.flatten(0, -3), 0, out=base_grad[tap])
+            torch.sum(product, -1, keepdim=True, out=delta_grad[..., tap:, tap, :, :])
+        return x_grad, base_grad, delta_grad
 
 
 class ConvLayer(PlainLayer):

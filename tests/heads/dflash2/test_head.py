@@ -70,6 +70,38 @@ def test_a_convolution_is_its_formula() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("slots", "taps"), [(5, 3), (2, 3), (1, 2), (4, 1)])
+def test_the_gradients_of_a_convolution_are_those_of_its_formula(slots: int, taps: int) -> None:
+    conv = GroupedConv(8, taps, 4).double()
+    for p in conv.parameters():
+        torch.nn.init.normal_(p)
+    x, normed = (torch.randn(2, slots, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    delta = conv.kernel_projection(normed).unflatten(-1, (2, taps, 2))[..., 1, :, :]
+    kernel = conv.base_kernel[1] + delta.repeat_interleave(4, -1)
+    moved = [torch.nn.functional.pad(x, (0, 0, tap, 0))[:, :slots] for tap in range(taps)]
+    expected = sum(kernel[..., tap, :] * moved[tap] for tap in range(taps))
+    weights, given = torch.randn_like(x), (x, normed, *conv.parameters())
+    grads = [torch.autograd.grad((y * weights).sum(), given) for y in (conv(x, normed, 1), expected)]
+    for found, other in zip(*grads, strict=True):
+        torch.testing.assert_close(found, other)
+
+
+def test_a_convolution_keeps_its_inputs_alone_for_the_backward_pass() -> None:
+    conv = GroupedConv(64, 3, 16)
+    x, normed = (torch.randn(4, 8, 64, requires_grad=True) for _ in range(2))
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        conv(x, normed, 1)
+    own = sum(p.nbytes for p in conv.parameters())
+    # Beside inputs and weights a delta of each tap and group.
+    assert x.nbytes < sum(kept.values()) <= 2 * x.nbytes + own + 3 * x.nbytes // 16
+
+
 @torch.no_grad()
 def test_each_draft_length_has_a_pass_of_its_own() -> None:
     """Decoded and simulated rounds are the same for every length, which a longer draft's beginning does not tell."""

@@ -195,12 +195,15 @@ class HeadDrafter(StatelessDrafter):
 class LayerCache(KVCache):
     """Keys and values of the layers of `module`, which also has their `config` and `rotary_emb`, for the sequences of a batch.
 
+    What they cache is what `cached_shapes` of the module says, or without it what Llama layers of `config` do.
+
     window: how many tokens an entry sees, itself the last of them; None for all.
     """
 
     def __init__(self, module: Any, rows: int, capacity: int, window: int | None = None) -> None:
-        self.rotary, self.like, self.window = module.rotary_emb, module.layers[0].self_attn.q_proj.weight, window
-        shapes = llama_layer_shapes(module.config, len(module.layers), self.like.dtype)
+        self.rotary, self.like, self.window = module.rotary_emb, module.layers[0].self_attn.o_proj.weight, window
+        shapes = getattr(module, "cached_shapes", None)
+        shapes = shapes or llama_layer_shapes(module.config, len(module.layers), self.like.dtype)
         super().__init__(shapes, rows, capacity, self.like.device)
         self._table = self.rotary.table(capacity, self.like)
 

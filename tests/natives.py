@@ -48,19 +48,54 @@ def native_model(kind: str, **overrides: Any) -> PreTrainedModel:
     return model
 
 
+EXPERTS = {
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+OWN_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek": ("deepseek", EXPERTS),
+    "glm4_moe": ("glm4_moe", {**EXPERTS, **HALF}),
+    "glm4_dense": ("glm4_moe", HALF),
+}
+"""Targets whose MTP layers are no Llama layers: (kind, keys of their config)."""
+
+
+@torch.no_grad()
+def save_own_layer(folder: Path, case: str, ids: Tensor, target_state: str = "after_norm", **overrides: Any) -> Path:
+    """Save a target with an MTP layer that transformers wrote as a layer of a model. Without what its attention and experts add, its
+    first drafts on `ids` would be those of `knowing_layer`."""
+    kind, keys = OWN_LAYERS[case]
+    model = native_model(kind, num_hidden_layers=LAYERS + 1, eos_token_id=None, **keys, **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(6)
+        for name, value in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                value.normal_(std=0.2)
+    for name, value in model.model.layers[LAYERS].named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj", "down_proj.weight")):
+            value *= 0.3
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    del model.model.layers[LAYERS:]
+    model.config.num_hidden_layers = LAYERS
+    ends = knowing_ends(model, ids, target_state)
+    add_tensors(folder, {theirs("glm4_moe", name): value for name, value in ends.items()})
+    set_keys(folder, num_hidden_layers=LAYERS, num_nextn_predict_layers=1)
+    return folder
+
+
 @torch.no_grad()
 def knowing_layer(model: PreTrainedModel, ids: Tensor, target_state: str) -> dict[str, Tensor]:
     """Return an MTP layer, by our names, whose first drafts on the text `ids` [n <= 64] are all the target's choice if it reads such
     states: behind attention and feed-forward that add nothing it makes the target's next state before its norm of each state."""
-    seen: list[Tensor] = []
-    hook = model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
-    last = model(ids[None], output_hidden_states=True).hidden_states[-1][0]
-    hook.remove()
-    before, config = seen[0], model.config
-    read = before if target_state == "before_norm" else last
+    config = model.config
     H, D = config.hidden_size, config.head_dim
-    unit = read * read.square().mean(-1, keepdim=True).rsqrt()
-    wanted = torch.linalg.lstsq(unit[:-1].double(), before[1:].double()).solution.T.float()
     sizes = {
         "q_proj": (config.num_attention_heads * D, H),
         "k_proj": (config.num_key_value_heads * D, H),
@@ -72,12 +107,29 @@ def knowing_layer(model: PreTrainedModel, ids: Tensor, target_state: str) -> dic
     layer |= {f"mlp.{n}_proj": torch.randn(96, H, generator=generator) for n in ("gate", "up")}
     layer |= {n: torch.rand(H, generator=generator) + 0.5 for n in ("input_layernorm", "post_attention_layernorm")}
     layer |= {f"self_attn.{n}_norm": torch.rand(D, generator=generator) + 0.5 for n in "qk"}
+    ends = knowing_ends(model, ids, target_state, generator)
+    return {**ends, **{f"layers.0.{name}.weight": value for name, value in layer.items()}}
+
+
+@torch.no_grad()
+def knowing_ends(
+    model: PreTrainedModel, ids: Tensor, target_state: str, generator: torch.Generator | None = None
+) -> dict[str, Tensor]:
+    """Return what is around the decoder layer of `knowing_layer`."""
+    seen: list[Tensor] = []
+    hook = model.model.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0][0]))
+    last = model(ids[None], output_hidden_states=True).hidden_states[-1][0]
+    hook.remove()
+    before, H = seen[0], model.config.hidden_size
+    read = before if target_state == "before_norm" else last
+    unit = read * read.square().mean(-1, keepdim=True).rsqrt()
+    wanted = torch.linalg.lstsq(unit[:-1].double(), before[1:].double()).solution.T.float()
+    generator = generator or torch.Generator().manual_seed(1)
     return {
         "fc.weight": torch.cat([torch.zeros(H, H), wanted], -1),
         "enorm.weight": torch.rand(H, generator=generator) + 0.5,
         "hnorm.weight": torch.ones(H),
         "norm.weight": model.model.norm.weight.clone(),
-        **{f"layers.0.{name}.weight": value for name, value in layer.items()},
     }
 
 

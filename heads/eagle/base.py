@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, shift_left
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, EagleLayer, PlainLayer, Rotary
+from draftsmith.heads.layers.row_plan import RowPlan
 from draftsmith.heads.layers.training_pass import LayerInput, TrainingPass
 from draftsmith.heads.plan import Plan, plan_queries
 
@@ -84,7 +85,7 @@ class EagleHead(DraftHead):
         (queries,) = plan.queries
         hidden_BLH = self.initial_hidden(batch.aux, batch.last)
         hidden_BLH = self.perturb(hidden_BLH, batch) if self.training else hidden_BLH
-        passing = TrainingPass(*self.stack, self.rotary_emb, batch.position, queries, num_steps, self.window)
+        passing = self.training_pass(batch.position, queries, num_steps)
         read = self.reader(batch, passing, num_steps)
         out_RH, steps = self.first_step(read, hidden_BLH, passing), []
         for step, (rows, counted) in enumerate(zip(plan.rows, plan.among, strict=True)):
@@ -93,6 +94,10 @@ class EagleHead(DraftHead):
             states = out_RH[counted]
             steps.append(StepOutput(step, rows, states, self.logits, self.feature(states)))
         return HeadOutput(tuple(steps))
+
+    def training_pass(self, position_BL: Tensor, queries: RowPlan, num_steps: int) -> TrainingPass:
+        """Return the pass of `num_steps` steps through the layers for these query rows."""
+        return TrainingPass(*self.stack, self.rotary_emb, position_BL, queries, num_steps, self.window)
 
     def reader(self, batch: TrainBatch, passing: TrainingPass, num_steps: int) -> Reader:
         """Return what makes the first layer's input of `num_steps` steps of a pass."""

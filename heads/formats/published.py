@@ -19,10 +19,12 @@ from draftsmith.heads.formats.schema import Schema
 from draftsmith.target.target import Target
 
 
-def check_sizes(path: Path, config: Mapping[str, Any], target: Target, *, shapes: bool = False) -> None:
+def check_sizes(
+    path: Path, config: Mapping[str, Any], target: Target, *, shapes: bool = False, llama: bool = True
+) -> None:
     """Raise UserError unless a head of this configuration reads and drafts for a target of these sizes.
 
-    shapes: the head may have several layers, and a width of its own beside that of the target, which it names.
+    shapes: the head may have several layers, and a width of its own beside that of the target, which it names. llama: its layers are like Llama's.
     """
     width = "target_hidden_size" if shapes and config.get("target_hidden_size") is not None else "hidden_size"
     for key, value in {"vocab_size": target.vocab_size, width: target.hidden_size}.items():
@@ -31,7 +33,7 @@ def check_sizes(path: Path, config: Mapping[str, Any], target: Target, *, shapes
                 f"{path / CONFIG} says {key} {config.get(key)!r}, but the target {target.path} has {value}: this is a draft "
                 "for another target; give the one that it was made for."
             )
-    what = uncomputed_attention(config)
+    what = uncomputed_attention(config) if llama else None
     if what is not None:
         raise UserError(
             f"{path / CONFIG} describes a head that {what}, which is not computed here: serve it with the engine that it was made "

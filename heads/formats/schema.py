@@ -133,7 +133,7 @@ class Schema:
         """
         config, tensors = self.values(export), {}
         for name, value in self.head_tensors(export).items():
-            row, numbers = _find(self.tensors, name, ours=True)
+            row, numbers = find_row(self.tensors, name, ours=True)
             theirs = row.name.format(**{**config, **numbers}) if row else name
             tensors[theirs] = value.detach().to(export.dtype if value.is_floating_point() else value.dtype)
         return ModelFiles(config, tensors, export.dtype, self.weights, self.copies(export))
@@ -151,7 +151,7 @@ class Schema:
         """
         there = set()
         for name, value in files.tensors.items():
-            row, _ = _find(self.tensors, name, files.config)
+            row, _ = find_row(self.tensors, name, files.config)
             if row is None or (row.when is not None and not row.when(files.config)):
                 raise self._broken(name, "no such tensor", f"one of shape {list(value.shape)}")
             there.add(row.name)
@@ -164,11 +164,11 @@ class Schema:
 
     def knows(self, name: str) -> bool:
         """Whether the layout has a tensor of that name."""
-        return _find(self.tensors, name)[0] is not None
+        return find_row(self.tensors, name)[0] is not None
 
     def rename(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors of the layout under the head's names; what no row names keeps its name."""
-        rows = {name: _find(self.tensors, name) for name in tensors}
+        rows = {name: find_row(self.tensors, name) for name in tensors}
         return {
             (row.ours or row.name).format(**numbers) if row else name: tensors[name]
             for name, (row, numbers) in rows.items()
@@ -181,7 +181,7 @@ class Schema:
         )
 
 
-def _find(
+def find_row(
     rows: tuple[TensorRow, ...], name: str, config: Config | None = None, *, ours: bool = False
 ) -> tuple[TensorRow | None, dict[str, int]]:
     """Return the first row of that name and the numbers in it, of which those that are keys of `config` must be what it says."""

@@ -50,13 +50,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos.unsqueeze(-2) + rotate_half(x) * sin.unsqueeze(-2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """Return the attention of queries [B, N, n, D] over keys and values [B, G, slots, D], G a divisor of N. mask: bool
-    [B, 1, n, slots], True where a row sees a key; None: everywhere."""
+    [B, 1, n, slots], True where a row sees a key; None: everywhere. scale: of the scores; None: D^-0.5."""
     if mask is not None and _repeats(q):
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
 
 def _repeats(q: Tensor) -> bool:

@@ -38,7 +38,7 @@ class LayerInput:
 
 
 @dataclass(frozen=True)
-class _Keys:
+class Keys:
     """One layer's keys and values: context_k, context_v [B, L, G, D] of step 0; own_k, own_v [1, R, G, D] of each later
     step."""
 
@@ -47,14 +47,14 @@ class _Keys:
     own_k: tuple[Tensor, ...] = ()
     own_v: tuple[Tensor, ...] = ()
 
-    def add(self, k_RGD: Tensor, v_RGD: Tensor) -> "_Keys":
+    def add(self, k_RGD: Tensor, v_RGD: Tensor) -> "Keys":
         """Return the keys with those of one more step."""
-        return _Keys(self.context_k, self.context_v, (*self.own_k, k_RGD[None]), (*self.own_v, v_RGD[None]))
+        return Keys(self.context_k, self.context_v, (*self.own_k, k_RGD[None]), (*self.own_v, v_RGD[None]))
 
-    def narrow(self, kept: Tensor) -> "_Keys":
+    def narrow(self, kept: Tensor) -> "Keys":
         """Return the keys of some of the rows."""
         own_k, own_v = (tuple(x[:, kept] for x in own) for own in (self.own_k, self.own_v))
-        return _Keys(self.context_k, self.context_v, own_k, own_v)
+        return Keys(self.context_k, self.context_v, own_k, own_v)
 
 
 class _Layer:
@@ -108,7 +108,7 @@ class TrainingPass:
         self.above, self.layers = above, [_Layer(layer) for layer in (first, *above)]
         self.rotary, self.position_BL = rotary, position_BL
         self.plan, self.window = plan, window
-        self._keys: list[_Keys] = []
+        self._keys: list[Keys] = []
         self._like = self.layers[0].heads.parts[0]
 
     @property
@@ -122,7 +122,7 @@ class TrainingPass:
         shape = (*self.position_BL.shape, self.layers[0].sizes[1], self.layers[0].head_dim)
         cos, sin = self.rotary(self._like, self.position_BL)
         k, v = self.layers[0].attend(given, (cos.flatten(0, 1), sin.flatten(0, 1)), 1, 3)
-        self._keys = [_Keys(k.view(shape), v.view(shape))]
+        self._keys = [Keys(k.view(shape), v.view(shape))]
         if not self.above:
             return None
         plan = self.plan.context.within(self.window)
@@ -131,7 +131,7 @@ class TrainingPass:
             hidden_TH = self._run(layer, inner, cos_sin, self._keys[-1], plan)
             inner = LayerInput(*self.above[number].layer_input(hidden_TH))
             k_TGD, v_TGD = following.attend(inner, cos_sin, 1, 3)
-            self._keys.append(_Keys(_spread(k_TGD, plan.rows, shape), _spread(v_TGD, plan.rows, shape)))
+            self._keys.append(Keys(_spread(k_TGD, plan.rows, shape), _spread(v_TGD, plan.rows, shape)))
         return _spread(hidden_TH, plan.rows, (*shape[:2], hidden_TH.shape[-1])).flatten(0, 1)
 
     def first(self, given: LayerInput) -> Tensor:
@@ -155,13 +155,13 @@ class TrainingPass:
         return self._attended(layer, q, given.residual, self._keys[number], plan)
 
     def _run(
-        self, layer: _Layer, given: LayerInput, cos_sin: tuple[Tensor, Tensor], keys: _Keys, plan: RowPlan
+        self, layer: _Layer, given: LayerInput, cos_sin: tuple[Tensor, Tensor], keys: Keys, plan: RowPlan
     ) -> Tensor:
         """Return the output of one layer for the rows of `plan`, which see these keys."""
         (q_RND,) = layer.attend(given, cos_sin, 0, 1)
         return self._attended(layer, q_RND, given.residual, keys, plan)
 
-    def _attended(self, layer: _Layer, q_RND: Tensor, residual_RH: Tensor, keys: _Keys, plan: RowPlan) -> Tensor:
+    def _attended(self, layer: _Layer, q_RND: Tensor, residual_RH: Tensor, keys: Keys, plan: RowPlan) -> Tensor:
         scale = layer.head_dim**-0.5
         attended = ttt_attention(q_RND, keys.context_k, keys.context_v, keys.own_k, keys.own_v, plan, scale)
         return layer.output(attended, residual_RH)

@@ -21,12 +21,21 @@ class MtpOptions(LayerOptions):
     of the target's states and their own later ones, as in decoding."""
     qk_norm: bool = False
     """Queries and keys are normalised per head, as in Qwen3's layers."""
+    layer: Literal["target"] | None = field(default=None, metadata=LATER)
+    """The block: target is the decoder layer that transformers builds of the target's configuration, experts, compressed keys and
+    values (MLA) and partial rotation included; null: a Llama layer, or that of the head which training starts from."""
     target_state: Literal["after_norm", "before_norm"] | None = field(default=None, metadata=LATER)
     """The states that the head reads: those of the target behind its final norm and its own normed outputs, or those before both;
     null: after_norm, or what `draftsmith import` measured."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(
+            not self.qk_norm or self.layer is None,
+            "head.qk_norm",
+            self.qk_norm,
+            "the layer of head.layer target has what norms the target's have: leave it out",
+        )
         require(
             not self.step_keys or self.mtp_steps > 1,
             "head.step_keys",

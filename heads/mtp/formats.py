@@ -27,10 +27,11 @@ from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.published import check_sizes, is_the_same, uncomputed_attention
 from draftsmith.heads.formats.recognise import Format
-from draftsmith.heads.formats.schema import Export, ModelFiles, Schema, TensorRow, llama_layer, renamed
+from draftsmith.heads.formats.schema import Export, ModelFiles, Schema, TensorRow, find_row, llama_layer, renamed
 from draftsmith.heads.layers.from_target import derive_layer_config, final_norm_weight
 from draftsmith.heads.mtp import MtpOptions
 from draftsmith.heads.mtp.head import MtpHead, measure_norm
+from draftsmith.heads.mtp.target_layer import ROUTING_BIAS
 from draftsmith.heads.record import RECORD
 from draftsmith.storage import write_json
 from draftsmith.target.folder import read_directory
@@ -41,6 +42,20 @@ REMEDY = "fetch the target again"
 FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _LAYER = (*llama_layer("layers.0."), *(TensorRow(f"layers.0.self_attn.{part}_norm.weight") for part in "qk"))
+_COMPRESSED = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+_OTHERS = (
+    *(TensorRow(f"layers.0.self_attn.{name}.weight") for name in _COMPRESSED),
+    *(TensorRow(f"layers.0.self_attn.{name}.bias") for name in ("q_a_proj", "kv_a_proj_with_mqa")),
+    *(TensorRow(f"layers.0.self_attn.{part}_proj.bias") for part in "qkvo"),
+    TensorRow("layers.0.mlp.gate.weight"),
+    TensorRow(f"layers.0.mlp.gate.{ROUTING_BIAS}", dtype=torch.float32),
+    *(
+        TensorRow(f"layers.0.mlp.{which}.{part}_proj.weight")
+        for which in ("experts.{i}", "shared_experts")
+        for part in ("gate", "up", "down")
+    ),
+)
+"""What layers of targets have that Llama's have not."""
 _PARTS = ("fc", "enorm", "hnorm", "norm")
 _COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 """Keys of config.json for the number of MTP layers."""
@@ -50,12 +65,14 @@ def _rows(layer: str, *names: str) -> tuple[TensorRow, ...]:
     """Return rows for the names of `_PARTS`, and for the decoder layer under `layer`."""
     own = (TensorRow(f"{name}.weight", f"{part}.weight") for part, name in zip(_PARTS, names, strict=True))
     # Optional, as files have one family's.
-    return tuple(replace(row, optional=True) for row in (*own, *renamed(_LAYER, {"layers.0.": layer})))
+    return tuple(replace(row, optional=True) for row in (*own, *renamed((*_LAYER, *_OTHERS), {"layers.0.": layer})))
 
 
 _N = "model.layers.{num_hidden_layers}."
 DEEPSEEK = _rows(_N, *(f"{_N}{name}" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm")))
 QWEN = _rows("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
+_BEYOND = tuple(row for row in (*DEEPSEEK, *QWEN) if row.ours in {other.name for other in _OTHERS})
+_EXPERTS = "layers.0.mlp.experts."
 _DECODERS = ("", "model.", "language_model.model.", "model.language_model.")
 """What the names of a decoder's layers begin with."""
 _COPIES = ("embed_tokens.weight", "shared_head.head.weight")
@@ -76,13 +93,15 @@ def load_native(path: Path, target: Target, target_state: str = "after_norm") ->
         key = next((key for key in _COUNTS if config.get(key) is not None), _COUNTS[0])
         held = "its files hold none" if prefix is None else f"its files hold them under {prefix}, and a head is one"
         raise UserError(f"{path / CONFIG} says {key} {count!r}, but {held}: {REMEDY}, or take another target.")
-    check_sizes(path, config, target, shapes=True)
-    if (what := _not_computed(config, target)) is not None:
+    own_spans = [span for span in spans if span.name.startswith(prefix)]
+    llama = uncomputed_attention(config) is None and not any(find_row(_BEYOND, span.name)[0] for span in own_spans)
+    check_sizes(path, config, target, shapes=True, llama=llama)
+    if (what := _not_computed(config, target, llama)) is not None:
         raise UserError(
             f"{path / CONFIG} describes an MTP layer {what}, which is not computed here: serve it with the engine that it was made for, "
             "or train a head."
         )
-    tensors = _read([span for span in spans if span.name.startswith(prefix)], path, target)
+    tensors = _read(own_spans, path, target)
     for name, own in zip(_COPIES, (target.embedding, target.head.weight), strict=True):
         held_own = tensors.pop(prefix + name, None)
         if held_own is not None and not is_the_same(held_own, own):
@@ -93,10 +112,12 @@ def load_native(path: Path, target: Target, target_state: str = "after_norm") ->
     found = MTP.rename(tensors)
     gate = found.get("layers.0.mlp.gate_proj.weight")
     options = MtpOptions(
-        qk_norm="layers.0.self_attn.q_norm.weight" in found,
+        qk_norm=llama and "layers.0.self_attn.q_norm.weight" in found,
+        layer=None if llama else "target",
         target_state=target_state,  # type: ignore[arg-type]
-        intermediate_size=None if gate is None else len(gate),
+        intermediate_size=len(gate) if llama and gate is not None else None,
     )
+    found = found if llama else _fused(found, path)
     with torch.device(target.device):
         head = measure_norm(MtpHead(options, derive_layer_config(options, target), target), target)
     if head.target_norm is not None:
@@ -115,13 +136,38 @@ def _prefix(layers: Any, names: Iterable[str]) -> str | None:
     return next((one for one in known if any(name.startswith(one) for name in names)), None)
 
 
-def _not_computed(config: Mapping[str, Any], target: Target) -> str | None:
-    """Return what an MTP layer of this configuration does that ours does not, None for nothing."""
-    if (attention := uncomputed_attention(config)) is not None:
+def _fused(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+    """Return tensors in which all experts are one, as transformers holds them. Raises UserError where one is missing."""
+    fused = {name: value for name, value in tensors.items() if not name.startswith(_EXPERTS)}
+    count = len({name.removeprefix(_EXPERTS).split(".")[0] for name in tensors.keys() - fused.keys()})
+    names = [[f"{_EXPERTS}{i}.{part}_proj.weight" for part in ("gate", "up", "down")] for i in range(count)]
+    if missing := next((name for one in names for name in one if name not in tensors), None):
+        raise UserError(f"{path} lacks the tensor {missing} of its MTP layer: {REMEDY}.")
+    experts = [[tensors[name] for name in one] for one in names]
+    if experts:
+        fused[f"{_EXPERTS}gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
+        fused[f"{_EXPERTS}down_proj"] = torch.stack([down for _, _, down in experts])
+    return fused
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors in which each expert has its own, as files hold them."""
+    apart = {name: value for name, value in tensors.items() if not name.startswith(_EXPERTS)}
+    for name in tensors.keys() - apart.keys():
+        parts = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
+        for number, expert in enumerate(tensors[name]):
+            pieces = zip(parts, expert.chunk(len(parts)), strict=True)
+            apart |= {f"{_EXPERTS}{number}.{part}_proj.weight": piece for part, piece in pieces}
+    return apart
+
+
+def _not_computed(config: Mapping[str, Any], target: Target, llama: bool) -> str | None:
+    """Return what an MTP layer of this configuration does that ours does not, None for nothing. llama: it is like Llama's."""
+    if llama and (attention := uncomputed_attention(config)) is not None:
         return f"that {attention}"
     if config.get("mtp_hidden_states_first"):
         return "that reads states before embeddings (mtp_hidden_states_first)"
-    if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+    if llama and (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         return f"with the activation {act!r}"
     held, measured = getattr(getattr(target.decoder, "norm", None), "weight", None), final_norm_weight(target)
     # The parts of a target that a store keeps have the measured weight alone: there the export finds it.
@@ -148,7 +194,9 @@ def _contradiction(head: MtpHead, target: Target, spans: Mapping[str, TensorSpan
     if not any(name.startswith("self_attn.") for name in theirs):
         return None  # an architecture with other names
     ours = {
-        n.removeprefix("layers.0."): list(v.shape) for n, v in head.state_dict().items() if n.startswith("layers.0.")
+        n.removeprefix("layers.0."): list(v.shape)
+        for n, v in _apart(head.state_dict()).items()
+        if n.startswith("layers.0.")
     }
     for name, span in theirs.items():
         if held is None and name not in ours and name.endswith((".weight", ".bias")):
@@ -189,10 +237,20 @@ class NativeSchema(Schema):
         spans = {} if folder is None else {span.name: span for span in read_directory(folder)}
         prefix = _prefix(target.num_layers, spans)
         qwen = prefix == "mtp." or (prefix is None and target.model_type.startswith(("qwen3_next", "qwen3_5")))
-        rows = {row.ours: row.name.format(num_hidden_layers=target.num_layers) for row in (QWEN if qwen else DEEPSEEK)}
         own = {
-            name: value for name, value in export.head.state_dict().items() if name not in (EMBEDDING, "target_norm")
+            name: value
+            for name, value in _apart(export.head.state_dict()).items()
+            if name not in (EMBEDDING, "target_norm")
         }
+        rows, names = {}, [row.ours for row in DEEPSEEK if row not in _BEYOND]
+        for name in (*names, *own):
+            row, numbers = find_row(QWEN if qwen else DEEPSEEK, name, ours=True)
+            if row is None:
+                raise UserError(
+                    f"The head holds {name}, which MTP layers in files of targets have no name for: leave head.layer out, or train the "
+                    "method eagle3."
+                )
+            rows[name] = row.name.format(num_hidden_layers=target.num_layers, **numbers)
         strange = [
             span.name
             for span in spans.values()
@@ -205,7 +263,7 @@ class NativeSchema(Schema):
                 "take its place: measure it with draftsmith evaluate, or train the method eagle3."
             )
         config = self.values(export) if folder is None else read_config(folder)
-        if (what := _not_computed(_text(config), target)) is not None:
+        if (what := _not_computed(_text(config), target, export.head.options.layer is None)) is not None:
             raise UserError(
                 f"The configuration of the target {target.path} asks for an MTP layer {what}, which is not computed here: train the method "
                 "eagle3."
@@ -217,11 +275,15 @@ class NativeSchema(Schema):
                 f"The target {target.path} {what}, so this head cannot be its MTP layer: leave the sizes out of the recipe's head and set "
                 "head.qk_norm as its layers have it, or train the method eagle3."
             )
-        dtypes = {FLOAT_TYPES[spans[theirs].dtype] for name in own if (theirs := rows[name]) in spans}
+        weights = [rows[name] for name in own if not name.endswith(ROUTING_BIAS)]
+        dtypes = {FLOAT_TYPES[spans[name].dtype] for name in weights if name in spans}
         dtype = dtypes.pop() if len(dtypes) == 1 else export.dtype
         if not any(config.get(key) for key in _COUNTS):
             config[_COUNTS[2] if qwen else _COUNTS[0]] = 1
-        tensors = {rows[name]: value.detach().to(dtype) for name, value in own.items()}
+        tensors = {
+            rows[name]: value.detach().to(dtype if rows[name] in weights else torch.float32)
+            for name, value in own.items()
+        }
         return ModelFiles(config, tensors, dtype, copies=self.copies(export))
 
     def copies(self, export: Export) -> dict[str, Path]:

@@ -12,21 +12,33 @@ With `target_state` before_norm, both are states before these norms. Such a stat
 y = w h / rms(h), and hnorm, which hides scales, makes the same of y / w.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
+from draftsmith.decoder.cache import LayerShape
 from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, Reads, StepOutput, Trains, shift_left
 from draftsmith.heads.eagle.base import EagleHead
-from draftsmith.heads.layers.decoder_layer import NormedAttention, PlainLayer, Rotary
+from draftsmith.heads.layers import LayerOptions
+from draftsmith.heads.layers.decoder_layer import CacheUpdate, NormedAttention, PlainLayer, Rotary
 from draftsmith.heads.layers.from_target import derive_layer_config, final_norm_weight, start_norm
+from draftsmith.heads.layers.row_plan import RowPlan
 from draftsmith.heads.layers.training_pass import TrainingPass
 from draftsmith.heads.mtp import MtpOptions
+from draftsmith.heads.mtp.target_layer import (
+    ROUTING_BIAS,
+    TargetLayerPass,
+    cached_shapes,
+    decode,
+    target_layer,
+    target_rotary,
+)
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, steady_positions
 
@@ -48,11 +60,23 @@ class MtpHead(EagleHead):
         self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach(), freeze=True)
         self.enorm, self.hnorm = RMSNorm(H, eps=eps), RMSNorm(H, eps=eps)
         self.fc = nn.Linear(2 * H, H, bias=False)
-        self.layers = nn.ModuleList([PlainLayer(config, NormedAttention(config) if options.qk_norm else None)])
+        if options.layer == "target":
+            self.layers, self.rotary_emb = nn.ModuleList([target_layer(target)]), target_rotary(config, target)
+            cached_shapes(self.layers[0], self.rotary_emb)  # refuses what is not computed
+        else:
+            attention = NormedAttention(config) if options.qk_norm else None
+            self.layers, self.rotary_emb = nn.ModuleList([PlainLayer(config, attention)]), Rotary(config)
         self.norm = RMSNorm(H, eps=eps)
-        self.rotary_emb = Rotary(config)
         # w of the target's final norm, which `build` measures.
         self.register_buffer("target_norm", torch.ones(H) if options.target_state == "before_norm" else None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As `nn.Module._apply`; a routing bias stays fp32, as in the target."""
+        biases = {name: value for name, value in self.named_buffers() if name.endswith(ROUTING_BIAS)}
+        super()._apply(fn, recurse)
+        for name, value in biases.items():
+            setattr(self.get_submodule(name.rpartition(".")[0]), ROUTING_BIAS, value.to(self.get_buffer(name).device))
+        return self
 
     def initial_hidden(self, aux: Tensor, last: Tensor) -> Tensor:
         """The target's last states; aux streams are not read."""
@@ -60,10 +84,29 @@ class MtpHead(EagleHead):
         return last if self.target_norm is None else last / self.target_norm
 
     def layer_input(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Two of [..., H] -> the attention's input and the residual, [..., H] each."""
-        layer = self.layers[0]
-        assert isinstance(layer, PlainLayer)
-        return layer.layer_input(self.fc(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)))
+        """Two of [..., H] -> the attention's input and the residual, [..., H] each; twice the layer's for one of the target's."""
+        layer, x = self.layers[0], self.fc(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
+        return layer.layer_input(x) if isinstance(layer, PlainLayer) else (x, x)
+
+    def layer(
+        self, tokens: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate, mask: Tensor | None
+    ) -> Tensor:
+        """As `EagleHead.layer`."""
+        if self.options.layer is None:
+            return super().layer(tokens, hidden, rotation, update, mask)
+        x, _ = self.layer_input(self._embed(tokens), hidden)
+        return decode(self.layers[0], x, rotation, update, mask)
+
+    @property
+    def cached_shapes(self) -> tuple[LayerShape, ...] | None:
+        """What a layer of the target's caches; None: what a Llama layer does."""
+        return None if self.options.layer is None else cached_shapes(self.layers[0], self.rotary_emb)
+
+    def training_pass(self, position_BL: Tensor, queries: RowPlan, num_steps: int) -> TrainingPass:
+        """As `EagleHead.training_pass`."""
+        if self.options.layer is None:
+            return super().training_pass(position_BL, queries, num_steps)
+        return TargetLayerPass(self.layers[0], self.rotary_emb, position_BL, queries)
 
     def logits(self, out: Tensor) -> Tensor:
         """The layer's output [..., H] -> fp32 draft logits [..., V], by the target's own projection."""
@@ -83,7 +126,7 @@ class MtpHead(EagleHead):
         for step, rows in enumerate(plan.rows):
             ids, position = shift_left(batch.ids, step, 0), batch.position + step
             ahead = replace(batch, ids=ids, position=position)
-            passing = TrainingPass(*self.stack, self.rotary_emb, position, seen, 1)
+            passing = self.training_pass(position, seen, 1)
             out_TH = self.first_step(self.reader(ahead, passing, 1), hidden_BLH, passing)
             own = torch.searchsorted(seen.rows, rows)
             steps.append(StepOutput(step, rows, out_TH[own], self.logits))
@@ -98,8 +141,18 @@ def build(options: MtpOptions, target: Target, draft_vocab: Tensor | None) -> Mt
     together."""
     assert draft_vocab is None, "MTP heads predict the whole vocabulary"
     config = derive_layer_config(options, target)
+    if options.layer == "target":
+        own = derive_layer_config(MtpOptions(), target)
+        key = next((name for name in vars(LayerOptions()) if getattr(config, name) != getattr(own, name)), None)
+        if key is not None:
+            raise UserError(
+                f"head.{key} is {getattr(options, key)}, but the layer of head.layer target has the target's sizes: leave it out."
+            )
     with torch.device(target.device):
         head = MtpHead(options, config, target)
+    for parameter in head.layers[0].parameters() if options.layer == "target" else ():
+        if parameter.ndim > 1:  # transformers leaves those of experts unset
+            nn.init.normal_(parameter, std=getattr(target.config, "initializer_range", 0.02))
     start_norm(head.norm, target)
     return measure_norm(head, target)
 

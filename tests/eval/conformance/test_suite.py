@@ -37,6 +37,8 @@ from draftsmith.heads.peagle import PEagleOptions
 from draftsmith.heads.registry import methods
 from draftsmith.heads.xpress import XPressOptions
 from tests.exports import replace_layout
+from tests.models import make_target
+from tests.natives import EXPERTS
 
 pytestmark = pytest.mark.full
 
@@ -145,6 +147,7 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
     ),
     "mtp": ("mtp", MtpOptions(), None),
     "mtp, keys of its step": ("mtp", MtpOptions(step_keys=True, qk_norm=True), None),
+    "mtp, the target's layer": ("mtp", MtpOptions(layer="target"), None),
     "peagle": ("peagle", PEagleOptions([0, 1, 2], 48, depths=4, num_hidden_layers=2), VOCAB),
     "peagle, width, window, low rank": (
         "peagle",
@@ -166,12 +169,14 @@ SPECS: dict[str, tuple[str, Any, torch.Tensor | None]] = {
     ),
     "another package's": ("bigram", None, None),
 }
+_TINY = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
 
 
 def spec(name: str, **changes: Any) -> Spec:
     """A spec whose head nothing has made yet."""
     method, options, vocab = SPECS[name]
-    return Spec(method, options, tiny_target(), vocab, **changes)
+    target = make_target("deepseek", **_TINY, **EXPERTS) if getattr(options, "layer", None) else tiny_target()
+    return Spec(method, options, target, vocab, **changes)
 
 
 VARIANTS = {
@@ -189,6 +194,7 @@ VARIANTS = {
     "medusa, the target's projection",
     "medusa2, the projection too",
     "mtp, keys of its step",
+    "mtp, the target's layer",
     "peagle, width, window, low rank",
 }
 """Further heads of methods that another spec is of already."""

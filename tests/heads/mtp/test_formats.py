@@ -14,18 +14,30 @@ from draftsmith.decoder.answers import Request
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.conformance.recorded_drafts import record
+from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.recognise import is_head_config, load_head
 from draftsmith.heads.mtp.formats import load_native
 from draftsmith.heads.mtp.head import MtpOptions, build
+from draftsmith.heads.mtp.target_layer import ROUTING_BIAS
 from draftsmith.stages.importing import first_drafts, is_unsettled
 from draftsmith.target.folder import hash_tensor, read_directory
 from draftsmith.target.target import Target, load_target
 from tests.batches import same_logits
 from tests.helpers import write_rows
 from tests.models import make_target
-from tests.natives import NAMES, add_tensors, knowing_layer, native_model, save_native, set_keys
+from tests.natives import (
+    LAYERS,
+    NAMES,
+    OWN_LAYERS,
+    add_tensors,
+    knowing_layer,
+    native_model,
+    save_native,
+    save_own_layer,
+    set_keys,
+)
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
 IDS = torch.arange(7, 60)
@@ -201,6 +213,29 @@ def test_an_export_is_the_targets_directory_with_the_layer_in_it(
     assert same_logits(load_native(again, served), load_head(again, target), target)
 
 
+@pytest.mark.parametrize("case", OWN_LAYERS)
+def test_a_layer_like_the_targets_own_is_imported_and_exported_bit_by_bit(case: str, tmp_path: Path) -> None:
+    folder = save_own_layer(tmp_path / "target", case, IDS, "before_norm")
+    held = load_file(folder / "model.safetensors")
+    halves = {name: value if name.endswith(ROUTING_BIAS) else value.bfloat16() for name, value in held.items()}
+    save_file(halves, folder / "model.safetensors", {"format": "pt"})
+    target = load_target(str(folder), dtype="float32")
+    sample = Tokenized(IDS, torch.ones(len(IDS), dtype=torch.bool), "", "")
+    heads = {state: load_native(folder, target, state).eval() for state in ("after_norm", "before_norm")}
+    after, before = (float(first_drafts(head, target, [sample]).double().mean()) for head in heads.values())
+    assert before > 0.5 > 0.2 > after
+    again = export_head(heads["after_norm"], target, tmp_path / "same")
+    hashes, same = ({span.name: hash_tensor(span) for span in read_directory(one)} for one in (folder, again))
+    assert hashes == same
+    save_head(heads["before_norm"], tmp_path / "head", target)
+    assert same_logits(load_head(tmp_path / "head", target), heads["before_norm"], target)
+    expert = f"model.layers.{LAYERS}.mlp.experts.3.up_proj.weight"
+    if expert in halves:
+        save_file({n: x for n, x in halves.items() if n != expert}, folder / "model.safetensors", {"format": "pt"})
+        with pytest.raises(UserError, match=r"lacks the tensor layers.0.mlp.experts.3.up_proj.weight of its MTP layer"):
+            load_native(folder, target)
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_a_target_without_a_layer_gets_one(split: bool, tmp_path: Path) -> None:
     folder = save_native(tmp_path / "target", "qwen3", {}, native_model("qwen3"), mtp_num_hidden_layers=None)
@@ -214,13 +249,20 @@ def test_a_target_without_a_layer_gets_one(split: bool, tmp_path: Path) -> None:
     assert load_target(str(again)).num_layers == 2
 
 
-def test_answers_and_drafts_are_those_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [None, "deepseek", "glm4_moe"])
+def test_answers_and_drafts_are_those_of_transformers(case: str | None, tmp_path: Path) -> None:
     """Its generate(use_mtp=True) decoded the same files: rounds are [root, draft, accepted]; half of the answer the layer knows."""
-    expected = json.loads((FIXTURES / "transformers_mtp" / "expected.json").read_text())
+    file = "expected.json" if case is None else "own_layers.json"
+    expected = json.loads((FIXTURES / "transformers_mtp" / file).read_text())
+    expected = expected if case is None else expected[case]
     prompt, answer = expected["prompt"], expected["answer"]
-    model = native_model("glm4_moe", vocab_size=120, eos_token_id=None)
-    layer = knowing_layer(model, torch.tensor([*prompt, *answer][:40]), "after_norm")
-    target = load_target(str(save_native(tmp_path / "target", "glm4_moe", layer, model)))
+    known = torch.tensor([*prompt, *answer][:40])
+    if case is None:
+        model = native_model("glm4_moe", vocab_size=120, eos_token_id=None)
+        save_native(tmp_path / "target", "glm4_moe", knowing_layer(model, known, "after_norm"), model)
+    else:
+        save_own_layer(tmp_path / "target", case, known, vocab_size=120)
+    target = load_target(str(tmp_path / "target"))
     drafter = EagleDrafter(load_native(tmp_path / "target", target).eval(), 1)
     request = Request("one", "all", tuple(prompt), len(answer), ignore_eos=True)
     decoded, (drafted,) = record(target, drafter, [request], Sampling(temperature=0.0), rows=1)

@@ -1,9 +1,10 @@
 """MTP: a training step is that of speculators, and training on keys of its own step is the layer on each document alone."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from draftsmith.heads.mtp.head import MtpHead, MtpOptions, build
 from draftsmith.target.target import Target, TargetHead
 from tests.batches import documents_of, pack
 from tests.models import make_target
+from tests.natives import OWN_LAYERS
 
 FIXTURE = Path(__file__).resolve().parents[2] / "fixtures" / "speculators_mtp"
 THEIRS = {
@@ -81,11 +83,16 @@ class SlowMtp:
     """MTP around transformers' own decoder layer: no cache, all rows of a document again for every entry."""
 
     def __init__(self, head: MtpHead, target: Target) -> None:
-        config = Qwen3Config(**{key: getattr(head.config, key) for key in LAYER_KEYS})
-        config._attn_implementation = "eager"
         self.head, self.target = head, target
         self.before = head.options.target_state == "before_norm"
-        self.layer, self.rotary = Qwen3DecoderLayer(config, 0), Qwen3RotaryEmbedding(config)
+        if head.options.layer == "target":
+            config, like, self.rotary = deepcopy(target.config), target.decoder.layers[-1], target.decoder.rotary_emb
+            config._attn_implementation = "eager"
+            self.layer = type(like)(config, target.num_layers - 1)
+        else:
+            config = Qwen3Config(**{key: getattr(head.config, key) for key in LAYER_KEYS})
+            config._attn_implementation = "eager"
+            self.layer, self.rotary = Qwen3DecoderLayer(config, 0), Qwen3RotaryEmbedding(config)
         self.layer.load_state_dict(head.layers[0].state_dict())
 
     def outputs(self, tokens: Tensor, hidden: Tensor, first: int = 0) -> Tensor:
@@ -127,18 +134,34 @@ class SlowMtp:
         return self.target.head.logits(self.head.norm(out[-1]))
 
 
-@pytest.mark.parametrize("state", ["after_norm", "before_norm"])
-@pytest.mark.parametrize("step_keys", [False, True])
-def test_training_logits_are_those_of_the_slow_reference(
-    step_keys: bool, state: Literal["after_norm", "before_norm"]
-) -> None:
-    target = make_target("qwen3", num_hidden_layers=2)
-    head = build(MtpOptions(step_keys=step_keys, qk_norm=True, target_state=state), target, None)
+def perturbed(head: MtpHead) -> MtpHead:
+    """Return the head with norms that are not all alike, and a routing bias that decides."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, parameter in head.named_parameters():
             if "norm" in name:
                 torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+        for name, buffer in head.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.2)
+    return head
+
+
+@pytest.mark.parametrize(
+    ("case", "step_keys", "state"),
+    [
+        *((None, step_keys, state) for step_keys in (False, True) for state in ("after_norm", "before_norm")),
+        *((case, False, "after_norm") for case in OWN_LAYERS),
+        ("deepseek", True, "before_norm"),
+    ],
+)
+def test_training_logits_are_those_of_the_slow_reference(
+    case: str | None, step_keys: bool, state: Literal["after_norm", "before_norm"]
+) -> None:
+    kind, keys = ("qwen3", {}) if case is None else OWN_LAYERS[case]
+    target = make_target(kind, num_hidden_layers=2, **keys)
+    own: dict[str, Any] = {"qk_norm": True} if case is None else {"layer": "target"}
+    head = perturbed(build(MtpOptions(step_keys=step_keys, target_state=state, **own), target, None))
     rows = documents_of(target)
     batch = pack(target, rows, ())
     slow = SlowMtp(head, target)

@@ -365,6 +365,8 @@ def _session(name: str, words: list[str], redo: list[str], head: Path | None = N
     """Return the session of a command's recipe. made: the command by the stages that it makes, its name if left out."""
     recipe = _recipe(name, words)
     check_redo(redo, made or name, recipe)
+    if name == "export" and recipe.target.shared:  # which passes nothing through the target, so that it need fit no GPU
+        recipe = replace(recipe, target=replace(recipe.target, tensor_parallel=1, device="cpu"))
     return Session(recipe, redo=set(redo), head=head, words=words, training=name == "train")
 
 

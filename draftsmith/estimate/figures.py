@@ -319,8 +319,9 @@ class Estimate:
         """Memory of the target and of a tuned target's own weights. Where greedy texts are compared in float32, copies of both in
         float32 are loaded too."""
         exact = self.recipe.evaluate.lossless and 0 in self.recipe.evaluate.temperatures
-        parameters, size = self.target.parameters + self.head.tuned_parameters, self.target.itemsize
-        return float(parameters * (size + 4 if exact and size < 4 else size)) / self.recipe.target.gpus
+        size = self.target.itemsize
+        tuned = self.head.tuned_parameters * size / self.recipe.target.gpus
+        return (self.target_bytes + tuned) * (1 + 4 / size if exact and size < 4 else 1)
 
     def seconds(self, flops: float) -> float:
         """Return the time that so many FLOPs of the target take on one GPU, in passes over whole texts."""

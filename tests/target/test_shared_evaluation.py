@@ -106,6 +106,11 @@ def test_two_processes_measure_what_one_does(recipe: Path, capfd: pytest.Capture
     assert not list(folder.glob("*/parts.journal"))
 
 
+def test_one_process_exports_without_sharing(recipe: Path) -> None:
+    assert main(["export", *words(recipe, "exported", *SHARED)[1:]]) == 0
+    assert (recipe.parent / "exported" / "export" / "eagle3" / "model.safetensors").is_file()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_failure_of_one_ends_both_with_its_sentence(rank: int, recipe: Path) -> None:
     commands, name = recipe.parent / f"commands-{rank}.json", f"failed-{rank}"

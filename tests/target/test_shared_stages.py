@@ -1,7 +1,9 @@
 """Stages whose target several processes hold together make what one process makes: answers, stored states, and a head trained online."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,14 @@ from transformers import AutoModelForCausalLM, StableLmConfig
 
 from draftsmith.cli import launching
 from draftsmith.cli.main import main
+from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.clocks.cost_table import CostPoint
+from draftsmith.eval.clocks.costs import measure_table
+from draftsmith.eval.results.result import TargetInfo
+from draftsmith.stages import evaluation
+from draftsmith.target.target import Target
 from tests.helpers import save_target
+from tests.models import tiny_model
 from tests.train.runs import ROOT, launch_several
 
 TWO = str(ROOT / "recipes" / "accelerate" / "ddp-2cpu.yaml")
@@ -125,3 +134,21 @@ def test_a_target_that_cannot_be_split_leaves_the_disk_as_it_is(tmp_path: Path) 
     said = launch_several(2, ["-m", "tests.target.shared", str(together)], {"ACCELERATE_USE_CPU": "true"})
     assert said.count("transformers has no plan for models of type 'stablelm'") >= 1
     assert not (tmp_path / "several").exists()
+
+
+def test_costs_are_those_of_rank_0_in_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = CostPoint(1, 8, {"1": 5.0, "64": 7.0}, {}, {}, {"": 1.0})
+    told = {dict: asdict(point), int: 3, bool: False}  # a point, how often it is timed, whether the next one fits
+    monkeypatch.setattr(Target, "agreed", lambda self, make: told[type(make())])
+    target, places = Target(tiny_model("llama"), path="tiny", fingerprint="0"), {(1, 8), (2, 8)}
+    table = measure_table(target, TargetInfo("tiny"), [], [3, 5], Sampling(), places=places, command="", seconds=0.01)
+    assert (table.points, table.too_large) == ((point,), ((2, 8),))
+
+
+def test_others_than_rank_0_read_its_journal_and_write_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = SimpleNamespace(rank=1, size=2, tell=lambda make: {"picks": [["eagle3", 2]]})
+    monkeypatch.setattr(evaluation, "team", lambda: others)
+    journal = evaluation._journal(tmp_path / "result.json")
+    assert journal.get("picks") == [["eagle3", 2]]
+    journal.add("costs", {})
+    assert not list(tmp_path.iterdir())

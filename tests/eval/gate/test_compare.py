@@ -213,6 +213,7 @@ def test_what_only_one_result_has_is_left_out() -> None:
         lambda r: replace(r, hardware=replace(r.hardware, threads=1)),
         lambda r: replace(r, hardware=replace(r.hardware, gpu="H100")),
         lambda r: set_in(r, batch=8),
+        lambda r: replace(r, recipe={"target": {"tensor_parallel": 2}}),
     ],
 )
 def test_speeds_of_another_machine_or_batch_are_left_out_with_a_sentence(change: Any) -> None:

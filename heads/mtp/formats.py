@@ -265,15 +265,15 @@ class NativeSchema(Schema):
         config = self.values(export) if folder is None else read_config(folder)
         if (what := _not_computed(_text(config), target, export.head.options.layer is None)) is not None:
             raise UserError(
-                f"The configuration of the target {target.path} asks for an MTP layer {what}, which is not computed here: train the method "
-                "eagle3."
+                f"The configuration of the target {target.path} asks for an MTP layer {what}, which this head does not compute: "
+                f"{'' if _not_computed(_text(config), target, False) else 'set head.layer to target, or '}train the method eagle3."
             )
         assert isinstance(export.head, MtpHead)
         held = None if prefix is None else rows[_LAYER[0].name].removesuffix(_LAYER[0].name.removeprefix("layers.0."))
         if (what := _contradiction(export.head, target, spans, held)) is not None:
             raise UserError(
                 f"The target {target.path} {what}, so this head cannot be its MTP layer: leave the sizes out of the recipe's head and set "
-                "head.qk_norm as its layers have it, or train the method eagle3."
+                "head.qk_norm as its layers have it or head.layer to target, or train the method eagle3."
             )
         weights = [rows[name] for name in own if not name.endswith(ROUTING_BIAS)]
         dtypes = {FLOAT_TYPES[spans[name].dtype] for name in weights if name in spans}

@@ -291,7 +291,7 @@ def test_a_layer_of_another_kind_is_not_replaced(other: dict[str, Tensor], tmp_p
 
 UNLIKE = {
     "rotation": ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, {}, {},
-                 r"asks for an MTP layer that turns a part of each head by position \(partial_rotary_factor 0.5\)"),
+                 r"asks for an MTP layer that turns a part of each head by position \(partial_rotary_factor 0.5\), .* set head.layer to target, or train"),
     "heads": ({}, {"num_attention_heads": 2, "head_dim": 32}, {}, "has num_attention_heads 4, and the head 2, so this"),
     "width": ({}, {"intermediate_size": 48}, {}, r"holds \S*layers.1.mlp.\S* of shape .*96.*, and the head one of .*48"),
     "norms": ({}, {"qk_norm": False}, {}, r"holds model.layers.1.self_attn.._norm.weight, and the head no such tensor"),

@@ -6,7 +6,8 @@ Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), H hidden
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from copy import copy
+from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -16,6 +17,7 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.memory import move
+from draftsmith.errors import UserError
 from draftsmith.heads.layers.from_target import LAYER_KEYS
 from draftsmith.heads.plan import Plan, flat_rows
 from draftsmith.heads.selector import Selector
@@ -223,6 +225,7 @@ class DraftHead(nn.Module, ABC):
         options: the recipe's `head:` section, an `options_class`.
         config: of its decoder layers, of which checkpoints hold `layer_keys`; None for a head without any.
         needs_layers: no head of the class is without.
+        window: how many tokens a row of its attention sees, its own the last of them; None for all.
         draft_vocab: [W] int64 ascending target ids that the logits stand for; None: the whole target vocabulary.
 
     Promises:
@@ -231,6 +234,7 @@ class DraftHead(nn.Module, ABC):
     - drafts are drawn from the probabilities that they name: sampled text follows the target's distribution only then
     - simulated acceptance equals decoded acceptance: exactly at temperature 0, within the sampling error above it
     - drafts end where a rule says: see `draftsmith/decoder/lengths.py`
+    - a window narrows attention: for heads with a `least_window`, in training's pass and in decoding alike
     - packed documents train like single ones: with the same loss and gradients
     - logits come for the supervised rows: for those that `supervised` yields, in ascending order
     - the same seed trains the same head: bit by bit on a CPU; a GPU may add up gradients in another order every time
@@ -252,6 +256,7 @@ class DraftHead(nn.Module, ABC):
     drafts: Drafts = Drafts()
     trains: Trains = Trains()
     draft_vocab: Tensor | None
+    window: int | None = None
 
     def __init__(self, draft_vocab: Tensor | None = None, target_head: TargetHead | None = None) -> None:
         """Keep the draft vocabulary, and the target's output projection for heads that make logits with it."""
@@ -332,6 +337,26 @@ class DraftHead(nn.Module, ABC):
         """Return the draft length asked for, in tokens, or the longest of the head where that is less."""
         most = self.drafts.max_speculative_tokens
         return num_speculative_tokens if most is None else min(num_speculative_tokens, most)
+
+    @property
+    def least_window(self) -> int | None:
+        """The narrowest window that its drafts fit into, in tokens; None where its attention takes none."""
+        return None
+
+    def with_window(self, window: int) -> Self:
+        """Return a head of the same weights whose attention sees no more than so many tokens, its own the last of them; `self` stays
+        as it is. Raises UserError where its attention takes no window, and for one that its drafts do not fit into."""
+        least, where = self.least_window, f"evaluate.drafts: window is {window}, but"
+        if least is None:
+            raise UserError(
+                f"{where} {self.method} heads, or this one, have no attention that takes one: leave it out."
+            )
+        if window < least:
+            raise UserError(f"{where} a draft of this {self.method} head needs {least} tokens or more: make it longer.")
+        other, most = copy(self), self.clamp_draft_length(window)
+        # A longer draft would lose sight of its own root.
+        other.window, other.drafts = window, replace(self.drafts, max_speculative_tokens=most)
+        return other
 
     def engine_draft_length(self, num_speculative_tokens: int) -> int:
         """Return the draft length, in tokens, to start an engine with; heads trained for one length override it."""

@@ -266,7 +266,7 @@ class CachedDrafter(HeadDrafter):
         """Allocate the cache."""
         if self.layered is not None:
             slots = capacity + self.most_entries() + 1
-            self.cache = LayerCache(self.layered, rows, slots, getattr(self.head, "window", None))
+            self.cache = LayerCache(self.layered, rows, slots, self.head.window)
 
     def select(self, rows: Tensor) -> None:
         if self.cache is not None:

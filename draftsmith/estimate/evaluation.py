@@ -6,6 +6,7 @@ target alone, and leaves out the time of drafting.
 
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 
 from draftsmith.estimate.figures import Estimate
 from draftsmith.eval.clocks.costs import REPEATS, WARM_UP, pass_sizes, repeats_within
@@ -176,5 +177,6 @@ class EvaluationEstimate:
 def _greedy(draft: DraftSpec, spec: EvaluateSpec) -> bool:
     """Whether a way is measured at temperature 0: lossy rules and drawn children repeat another way there, if there is one."""
     plain = [one for one in spec.drafts if one.acceptance == "lossless" and not one.drawn]
-    alike = [(one.tree, one.confidence_threshold) for one in plain if one != draft]
-    return (draft.acceptance == "lossless" and not draft.drawn) or (draft.tree, draft.confidence_threshold) not in alike
+    way = attrgetter("tree", "confidence_threshold", "window")
+    alike = [way(one) for one in plain if one != draft]
+    return (draft.acceptance == "lossless" and not draft.drawn) or way(draft) not in alike

@@ -38,6 +38,8 @@ class DraftSpec:
     confidences (DSpark), else by the largest probability of each token's distribution; null: it never ends early."""
     weights: Literal["int8", "int4", "float8"] | None = field(default=None, metadata=LATER)
     """The head's linear layers with weights rounded to this, as torchao does; null: as they are. Texts stay exact."""
+    window: int | None = field(default=None, metadata=LATER | TOKENS)
+    """The head's attention sees no more than the last so many tokens of the text; null: as many as it was trained with."""
     heads: list[str] = field(default_factory=list, metadata=LATER)
     """Names of the heads that draft so; empty takes every head that can."""
     acceptance: Literal["lossless", "typical"] = "lossless"
@@ -171,7 +173,17 @@ class EvaluateSpec(FilterSpec):
         require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
         # The same tree and rule with other thresholds would have the same name.
         ways = {
-            (d.tree, d.children, d.depth, d.branching, d.total_tokens, d.confidence_threshold, d.weights, d.acceptance)
+            (
+                d.tree,
+                d.children,
+                d.depth,
+                d.branching,
+                d.total_tokens,
+                d.confidence_threshold,
+                d.weights,
+                d.window,
+                d.acceptance,
+            )
             for d in self.drafts
         }
         names = [draft.tree for draft in self.drafts]

@@ -4,6 +4,7 @@ every way to draft that `evaluate.drafts` names, and the baselines of `evaluate.
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,11 @@ def select_drafters(
                 f"evaluate.drafts has the confidence_threshold {draft.confidence_threshold}, but none of the heads ({', '.join(heads)}) "
                 "ends its chains early: remove it."
             )
+        if draft.window is not None and not any(c.window == draft.window for c in drafters):
+            raise UserError(
+                f"evaluate.drafts has the window {draft.window}, but none of the heads ({', '.join(heads)}) has attention that takes one: "
+                "remove it."
+            )
     own = next(iter(heads.values()))
     if not any(c.head is own for c in drafters):
         raise UserError(f"evaluate.drafts names only trees that {own.method} heads do not draft: add {{tree: chain}}.")
@@ -236,6 +242,7 @@ def ways_to_draft(
         if (not draft.heads or name in draft.heads)
         and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees_of(head.options))
         and (draft.confidence_threshold is None or find_method(head.method).ends_chains)
+        and (draft.window is None or head.least_window is not None)
     ]
     most = head.drafts.max_speculative_tokens
     if most is not None and most < spec.num_speculative_tokens and any(tree is None for _, tree in ways):
@@ -260,6 +267,7 @@ def ways_to_draft(
             verifier=tuned,
             rule=draft.rule(spec.max_k),
             weights=draft.weights,
+            window=draft.window,
             budgets=draft.budgets or (),
         )
         for draft, tree in ways
@@ -273,11 +281,9 @@ def at_temperature(drafters: list[SystemUnderTest], sampling: Sampling) -> list[
     """
     if not sampling.greedy:
         return drafters
-    kept: list[SystemUnderTest] = []
+    kept, way = list[SystemUnderTest](), attrgetter("tree", "rule", "weights", "window")
     for c in sorted(drafters, key=lambda c: (not c.lossless, c.drawn)):
-        if c.head is None or not any(
-            (c.head is k.head) and (c.tree, c.rule, c.weights) == (k.tree, k.rule, k.weights) for k in kept
-        ):
+        if c.head is None or not any((c.head is k.head) and way(c) == way(k) for k in kept):
             kept.append(c)
     return [c for c in drafters if c in kept]
 

@@ -44,7 +44,7 @@ from draftsmith.eval.conformance.spec import Spec, pack, tiny_target, train_brie
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.acceptance import chances
 from draftsmith.eval.simulate.texts import simulate_generations
-from draftsmith.heads.base import DraftHead, supervised_rows
+from draftsmith.heads.base import DraftHead, drafting, supervised_rows
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.export.export import agree, export_head
 from draftsmith.heads.formats.layout import layouts_of
@@ -101,11 +101,24 @@ def check_ends(spec: Spec) -> None:
     _same_rounds(spec, LengthRule(tuple(floors)))
 
 
-def _same_rounds(spec: Spec, rule: LengthRule | None = None) -> None:
+def check_window(spec: Spec) -> None:
+    """Check that a window changes what a head drafts, in decoding as in the training pass; heads whose attention takes none pass."""
+    head, least = spec.deployed, spec.deployed.least_window
+    if least is None:
+        return
+    narrow, batch = head.with_window(max(least, spec.length)), pack(spec, [[sample] for sample in spec.samples])
+    with torch.no_grad(), drafting(head, narrow):
+        pairs = zip(head(batch, spec.length).steps, narrow(batch, spec.length).steps, strict=True)
+        require(not all(agree(a.logits, b.logits) for a, b in pairs), "a narrow window changes no logits")
+    _same_rounds(spec, head=narrow)
+
+
+def _same_rounds(spec: Spec, rule: LengthRule | None = None, head: DraftHead | None = None) -> None:
     """Require that decoding takes the rounds that the training pass predicts. rule: ends drafts early; how many tokens those have
-    is predicted for heads that draft by the text alone."""
-    k, head, where = spec.length, spec.deployed, "" if rule is None else " where a rule ends drafts"
-    requests = spec.requests[:: 1 if rule is None else 3]
+    is predicted for heads that draft by the text alone. head: with a window, None for the head as it is."""
+    where = " with a window" if head is not None else "" if rule is None else " where a rule ends drafts"
+    k, head = spec.length, head or spec.deployed
+    requests = spec.requests[:: 3 if where else 1]
     system = head_system("", head, k, k, rule=rule)
     for sampling in (GREEDY, SAMPLED):
         drafter = system.make(k)
@@ -115,7 +128,7 @@ def _same_rounds(spec: Spec, rule: LengthRule | None = None) -> None:
             t[k - 1] for t in simulate_generations(spec.verifier, head, generations, sampling, k, rule=rule).tallies
         ]
         require(
-            rule is not None or bool(total(decoded, k).accepted_K[0] >= FEW),
+            bool(where) or bool(total(decoded, k).accepted_K[0] >= FEW),
             f"fewer than {FEW} drafts were accepted at {sampling}{LEARN}",
         )
         if sampling.greedy:
@@ -301,6 +314,7 @@ CHECKS: dict[str, Callable[[Spec], None]] = {
     "drafts are drawn from the probabilities that they name": check_drawn_as_named,
     "simulated acceptance equals decoded acceptance": check_simulation,
     "drafts end where a rule says": check_ends,
+    "a window narrows attention": check_window,
     "packed documents train like single ones": check_packing,
     "logits come for the supervised rows": check_supervised_rows,
     "the same seed trains the same head": check_seeds,

@@ -98,7 +98,7 @@ class SystemUnderTest:
     distribution. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance cannot be computed from the
     text alone. fixed_length: every round drafts as many tokens as fit, so that K tells what a round costs. fingerprint: of the draft
     model. head: None for a baseline. verifier: the target that was tuned with the head and verifies its drafts, None for the
-    evaluation's own. rule: where its chains end, None for chains of one length. whole: what a head drafts depends on the text alone, not
+    evaluation's own. window: of the head's attention, None for the one that it was trained with. rule: where its chains end, None for chains of one length. whole: what a head drafts depends on the text alone, not
     on its own tokens. shape: the name of a baseline's tree. most_nodes: tokens of its largest target pass, None for the root and K. budgets: total_tokens of its tree, that
     are simulated in the same pass.
     """
@@ -121,6 +121,7 @@ class SystemUnderTest:
     whole: bool = False
     trained_length: int | None = None
     weights: str | None = None
+    window: int | None = None
     weight_bytes: int = 0
     shape: str | None = None
     most_nodes: int | None = None
@@ -219,23 +220,26 @@ def head_system(
     verifier: Target | None = None,
     rule: LengthRule | None = None,
     weights: str | None = None,
+    window: int | None = None,
     budgets: Sequence[int] = (),
 ) -> SystemUnderTest:
-    """Return the drafter of `head`; its name says how it drafts. verifier, rule, weights: see `SystemUnderTest`. budgets: of a
+    """Return the drafter of `head`; its name says how it drafts. verifier, rule, weights, window: see `SystemUnderTest`. budgets: of a
     tree that is simulated while it grows; by default some up to its own, which is among them in any case.
 
     Draft lengths are clamped to the head's longest; a tree has its own. Raises UserError for one it cannot draft.
     """
-    method, limit = find_method(head.method), head.clamp_draft_length(max_k)
+    drafting = head if window is None else head.with_window(window)
+    method, limit = find_method(head.method), drafting.clamp_draft_length(max_k)
     lengths, shape = (min(num_speculative_tokens, limit), limit), ""
     if tree is not None:
-        _check_tree(tree, drawn, name, head)
+        _check_tree(tree, drawn, name, drafting)
         lengths, shape = (tree.depth, tree.depth), f" {tree_name(tree, drawn)}"
     rounded = "" if weights is None else f", {weights}"
+    seen = "" if window is None else f", window {window}"
     until = "" if rule is None else f" until {rule.floors[0]:g}"
     lossy = "" if typical is None else ", typical (lossy)"
     tuned = ", tuned target" if "tuned" in head.trains.outputs or verifier is not None else ""
-    drafting = head if weights is None else quantize_head(head, weights)
+    drafting = drafting if weights is None else quantize_head(drafting, weights)
     pack_linears(drafting)
 
     def make(k: int) -> Drafter:
@@ -246,7 +250,7 @@ def head_system(
     if typical is None and is_simulated(tree, drawn):
         simulate = head_simulator(drafting, tree=tree, budgets=_budgets(tree, budgets), rule=rule)
     return SystemUnderTest(
-        name + rounded + until + shape + lossy + tuned,
+        name + rounded + seen + until + shape + lossy + tuned,
         head.method,
         make,
         *lengths,
@@ -261,6 +265,7 @@ def head_system(
         rule=rule,
         whole={"static", "best_first"} <= method.trees_of(head.options),
         weights=weights,
+        window=window,
         weight_bytes=weight_bytes(head, weights),
         budgets=() if simulate is None else simulate.budgets,
     )

@@ -66,8 +66,6 @@ class BlockHead(DraftHead):
     """Whether a slot sees no slot behind it."""
     whole: ClassVar[bool] = True
     """Whether a draft of any length fills in a whole block. False: a block as long as the draft."""
-    window: int | None = None
-    """How many positions a slot sees, its own the last of them; None for all."""
 
     def __init__(
         self,
@@ -118,6 +116,11 @@ class BlockHead(DraftHead):
     def make_layer(self) -> PlainLayer:
         """Return a new decoder layer."""
         return PlainLayer(self.config, NormedAttention(self.config))
+
+    @property
+    def least_window(self) -> int:
+        """A whole block, and a token before it."""
+        return self.options.block_size + 1
 
     def slots(self, tokens: int) -> int:
         """Return the slots of a block that drafts so many tokens."""

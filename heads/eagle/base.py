@@ -33,8 +33,7 @@ class EagleHead(DraftHead):
 
     Subclasses define the hidden state of step 0 (`initial_hidden`), how embedding and hidden state form the first
     layer's input (`layer_input`), what the last layer's output becomes (`logits`, `feedback`, and `feature` where it
-    predicts a state of the target), and what noise training adds (`perturb`). window: how many tokens a row sees, its
-    own the last of them; None for all.
+    predicts a state of the target), and what noise training adds (`perturb`).
     """
 
     config: LlamaConfig
@@ -42,7 +41,11 @@ class EagleHead(DraftHead):
     fc: nn.Linear
     layers: nn.ModuleList
     rotary_emb: Rotary
-    window: int | None = None
+
+    @property
+    def least_window(self) -> int:
+        """The token that a row reads."""
+        return 1
 
     @abstractmethod
     def initial_hidden(self, aux: Tensor, last: Tensor) -> Tensor:

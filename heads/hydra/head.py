@@ -105,11 +105,11 @@ class PrefixLayer(nn.Module):
             nn.init.zeros_(last.weight)
         nn.init.constant_(self.norm.weight, size)
 
-    def rows(self, batch: TrainBatch, plan: RowPlan) -> Tensor:
-        """Return the outputs [R, H] of the query rows, each having seen its document up to itself."""
+    def rows(self, batch: TrainBatch, plan: RowPlan, window: int | None = None) -> Tensor:
+        """Return the outputs [R, H] of the query rows, each having seen its document up to itself, or the last `window` tokens of it."""
         last_TH = batch.last.flatten(0, 1).to(self._layer.self_attn.q_proj.weight.dtype)
         given = LayerInput(*self._layer.layer_input(last_TH))
-        passing = TrainingPass(self._layer, (), self.rotary_emb, batch.position, plan, steps=1)
+        passing = TrainingPass(self._layer, (), self.rotary_emb, batch.position, plan, 1, window)
         passing.context_keys(given)
         return self.norm(passing.first(given.select(plan.rows)))
 
@@ -177,6 +177,11 @@ class HydraHead(ScaledHead):
             for _ in range(options.num_heads)
         )
 
+    @property
+    def least_window(self) -> int | None:
+        """The token whose state the prefix layer reads."""
+        return None if self.prefix_embedding_layer is None else 1
+
     def plan(self, batch: TrainBatch, num_steps: int) -> Plan:
         """As `DraftHead.plan`: a row that counts for a head counts for those before it, whose rows are all that is needed."""
         plan = super().plan(batch, num_steps)
@@ -230,7 +235,7 @@ class HydraHead(ScaledHead):
         """Return [R, H]: the target's states of the first head's rows, or what the prefix layer makes of them."""
         if self.prefix_embedding_layer is None:
             return batch.last.flatten(0, 1)[plan.rows[0]].to(self.dtype)
-        return self.prefix_embedding_layer.rows(batch, plan.queries[0])
+        return self.prefix_embedding_layer.rows(batch, plan.queries[0], self.window)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -172,6 +172,7 @@ def test_mistakes_on_the_command_line_name_the_key(words: list[str], named: str)
         ("drafts", "{tree: dynamic, budgets: [9]}", "only a tree of best_first, accum_logp takes them"),
         ("drafts", "{tree: best_first, budgets: [9, 1]}", "it must be from 2 to 1024"),
         ("drafts", "{tree: chain, children: likely}", "children is 'likely': only a static tree takes it"),
+        ("drafts", "{window: 0}", "window"),
         ("drafts", "{tree: dynamic, confidence_threshold: 0.5}", "confidence_threshold is 0.5: only a chain takes it"),
         ("drafts", "{tree: medusa_63, children: all}", "is 'all', which is not one of"),
         ("drafts", "{tree: dynamic}, {tree: dynamic}", "the same way to draft is named twice"),

@@ -106,6 +106,22 @@ def test_baselines_are_measured_with_the_heads(session: Session, workplace: Path
     assert draft.fingerprint == drafter.model.fingerprint
 
 
+def test_windows_are_measured_beside_the_whole_text_with_heads_that_take_one(
+    session: Session, workplace: Path, heads: dict[str, DraftHead]
+) -> None:
+    found = selected(session, workplace, heads, "{tree: chain}, {tree: chain, window: 16}, {tree: chain, window: 2}")
+    assert [c.name for c in found] == ["eagle3", "eagle3, window 16", "eagle3, window 2", "medusa"]
+    assert [c.make(2).head.window for c in found[:3]] == [None, 16, 2]
+    assert [c.max_k for c in found[:3]] == [found[0].max_k, found[0].max_k, 2]
+    assert [c.name for c in at_temperature(found, Sampling())] == [c.name for c in found]
+    assert heads["eagle3"].window is None
+    medusa = {"medusa": heads["medusa"]}
+    with pytest.raises(UserError, match=r"window 16, but none of the heads \(medusa\) has attention that takes one"):
+        selected(session, workplace, medusa, "{tree: chain}, {tree: chain, window: 16}")
+    with pytest.raises(UserError, match="have no attention that takes one: leave it out"):
+        heads["medusa"].with_window(16)
+
+
 def test_suffix_and_lookahead_decoding_are_measured_as_named(
     session: Session, workplace: Path, heads: dict[str, DraftHead]
 ) -> None:

@@ -228,6 +228,20 @@ def wrong_rotary(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LayerCache, "rotations_apart", lambda self, count, longest: real(self, count + 1, longest)[1:])
 
 
+def all_seen(patch: pytest.MonkeyPatch) -> None:
+    """Decoding sees the whole text whatever the window."""
+    real = LayerCache.__init__
+    patch.setattr(
+        LayerCache, "__init__", lambda self, module, rows, capacity, window: real(self, module, rows, capacity)
+    )
+
+
+def one_too_wide(patch: pytest.MonkeyPatch) -> None:
+    """Decoding sees a token more than the window."""
+    real = LayerCache.__init__
+    patch.setattr(LayerCache, "__init__", lambda self, *sizes: real(self, *sizes[:3], sizes[3] and sizes[3] + 1))
+
+
 def lost_feedback(patch: pytest.MonkeyPatch) -> None:
     """A drafted token's row reads no hidden state."""
     real = EagleDrafter._grow
@@ -422,6 +436,10 @@ MUTANTS: list[tuple[str, str, Callable[[pytest.MonkeyPatch], None], str]] = [
         for m in ("dspark", "medusa", "eagle3")
     ),
     ("drafts end where a rule says", "dspark", silent_ends, "differ at temperature 0 where a rule ends drafts"),
+    *(
+        ("a window narrows attention", m, mutant, "differ at temperature 0 with a window")
+        for m, mutant in (("eagle3", all_seen), ("dflash", one_too_wide), ("mtp", one_too_wide))
+    ),
     ("packed documents train like single ones", "eagle3", leak, "between documents packed and alone"),
     ("packed documents train like single ones", "eagle1", noise_by_turns, "in training, between documents packed and"),
     ("logits come for the supervised rows", "medusa", every_row, "other rows than"),

@@ -6,8 +6,7 @@ Shapes: B batch rows, L tokens, R supervised rows (flat indices b*L+t), H hidden
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import count, islice
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -17,7 +16,6 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.memory import move
-from draftsmith.errors import UserError
 from draftsmith.heads.layers.from_target import LAYER_KEYS
 from draftsmith.heads.plan import Plan, flat_rows
 from draftsmith.heads.selector import Selector
@@ -342,21 +340,6 @@ class DraftHead(nn.Module, ABC):
     def least_window(self) -> int | None:
         """The narrowest window that its drafts fit into, in tokens; None where its attention takes none."""
         return None
-
-    def with_window(self, window: int) -> Self:
-        """Return a head of the same weights whose attention sees no more than so many tokens, its own the last of them; `self` stays
-        as it is. Raises UserError where its attention takes no window, and for one that its drafts do not fit into."""
-        least, where = self.least_window, f"evaluate.drafts: window is {window}, but"
-        if least is None:
-            raise UserError(
-                f"{where} {self.method} heads, or this one, have no attention that takes one: leave it out."
-            )
-        if window < least:
-            raise UserError(f"{where} a draft of this {self.method} head needs {least} tokens or more: make it longer.")
-        other, most = copy(self), self.clamp_draft_length(window)
-        # A longer draft would lose sight of its own root.
-        other.window, other.drafts = window, replace(self.drafts, max_speculative_tokens=most)
-        return other
 
     def engine_draft_length(self, num_speculative_tokens: int) -> int:
         """Return the draft length, in tokens, to start an engine with; heads trained for one length override it."""

@@ -51,6 +51,7 @@ from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import find_method
+from draftsmith.heads.windows import with_window
 
 __all__ = ["CHECKS", "Spec", "run_conformance", "tiny_target"]
 
@@ -106,7 +107,7 @@ def check_window(spec: Spec) -> None:
     head, least = spec.deployed, spec.deployed.least_window
     if least is None:
         return
-    narrow, batch = head.with_window(max(least, spec.length)), pack(spec, [[sample] for sample in spec.samples])
+    narrow, batch = with_window(head, max(least, spec.length)), pack(spec, [[sample] for sample in spec.samples])
     with torch.no_grad(), drafting(head, narrow):
         pairs = zip(head(batch, spec.length).steps, narrow(batch, spec.length).steps, strict=True)
         require(not all(agree(a.logits, b.logits) for a, b in pairs), "a narrow window changes no logits")

@@ -20,6 +20,7 @@ from draftsmith.eval.simulate.texts import Simulation, Simulator, head_simulator
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.quantized import quantize_head, weight_bytes
 from draftsmith.heads.registry import find_method
+from draftsmith.heads.windows import with_window
 from draftsmith.target.kernels import pack_linears
 from draftsmith.target.target import Target
 
@@ -228,14 +229,13 @@ def head_system(
 
     Draft lengths are clamped to the head's longest; a tree has its own. Raises UserError for one it cannot draft.
     """
-    drafting = head if window is None else head.with_window(window)
+    drafting = head if window is None else with_window(head, window)
     method, limit = find_method(head.method), drafting.clamp_draft_length(max_k)
     lengths, shape = (min(num_speculative_tokens, limit), limit), ""
     if tree is not None:
         _check_tree(tree, drawn, name, drafting)
         lengths, shape = (tree.depth, tree.depth), f" {tree_name(tree, drawn)}"
-    rounded = "" if weights is None else f", {weights}"
-    seen = "" if window is None else f", window {window}"
+    rounded = ("" if weights is None else f", {weights}") + ("" if window is None else f", window {window}")
     until = "" if rule is None else f" until {rule.floors[0]:g}"
     lossy = "" if typical is None else ", typical (lossy)"
     tuned = ", tuned target" if "tuned" in head.trains.outputs or verifier is not None else ""
@@ -250,7 +250,7 @@ def head_system(
     if typical is None and is_simulated(tree, drawn):
         simulate = head_simulator(drafting, tree=tree, budgets=_budgets(tree, budgets), rule=rule)
     return SystemUnderTest(
-        name + rounded + seen + until + shape + lossy + tuned,
+        name + rounded + until + shape + lossy + tuned,
         head.method,
         make,
         *lengths,

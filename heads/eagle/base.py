@@ -43,7 +43,7 @@ class EagleHead(DraftHead):
     rotary_emb: Rotary
 
     @property
-    def least_window(self) -> int:
+    def least_window(self) -> int | None:
         """The token that a row reads."""
         return 1
 

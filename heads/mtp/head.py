@@ -98,6 +98,11 @@ class MtpHead(EagleHead):
         return decode(self.layers[0], x, rotation, update, mask)
 
     @property
+    def least_window(self) -> int | None:
+        """As `EagleHead.least_window`; a layer of the target's takes none."""
+        return super().least_window if self.options.layer is None else None
+
+    @property
     def cached_shapes(self) -> tuple[LayerShape, ...] | None:
         """What a layer of the target's caches; None: what a Llama layer does."""
         return None if self.options.layer is None else cached_shapes(self.layers[0], self.rotary_emb)

@@ -21,6 +21,7 @@ from draftsmith.heads.eagle3.head import build as build_eagle
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build as build_medusa
+from draftsmith.heads.windows import with_window
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import at_temperature, check_named_drafters, load_compared, select_drafters
@@ -119,7 +120,7 @@ def test_windows_are_measured_beside_the_whole_text_with_heads_that_take_one(
     with pytest.raises(UserError, match=r"window 16, but none of the heads \(medusa\) has attention that takes one"):
         selected(session, workplace, medusa, "{tree: chain}, {tree: chain, window: 16}")
     with pytest.raises(UserError, match="have no attention that takes one: leave it out"):
-        heads["medusa"].with_window(16)
+        with_window(heads["medusa"], 16)
 
 
 def test_suffix_and_lookahead_decoding_are_measured_as_named(

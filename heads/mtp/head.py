@@ -127,11 +127,11 @@ class MtpHead(EagleHead):
             return super().forward(batch, num_steps)
         plan = self.planned(batch, num_steps)
         seen = plan.queries[0].context
+        passing = self.training_pass(batch.position, seen, 1)  # whose weights all steps share
         hidden_BLH, steps = self.initial_hidden(batch.aux, batch.last), []
         for step, rows in enumerate(plan.rows):
-            ids, position = shift_left(batch.ids, step, 0), batch.position + step
-            ahead = replace(batch, ids=ids, position=position)
-            passing = self.training_pass(position, seen, 1)
+            passing.position_BL = batch.position + step
+            ahead = replace(batch, ids=shift_left(batch.ids, step, 0), position=passing.position_BL)
             out_TH = self.first_step(self.reader(ahead, passing, 1), hidden_BLH, passing)
             own = torch.searchsorted(seen.rows, rows)
             steps.append(StepOutput(step, rows, out_TH[own], self.logits))

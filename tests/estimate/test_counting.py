@@ -87,6 +87,7 @@ CASES: dict[str, tuple[str, Any]] = {
         Eagle3Options(ttt_steps=3, hidden_size=160, train_embeddings=True, draft_vocab_size=480, fc_norm=True),
     ),
     "mtp": ("mtp", MtpOptions(qk_norm=True, intermediate_size=300)),
+    "mtp of FastMTP": ("mtp", MtpOptions(step_keys=True)),
     "peagle": ("peagle", PEagleOptions(depths=5, draft_vocab_size=480, mask_token_id=7)),
     "medusa": ("medusa", MedusaOptions(num_heads=4)),
     "medusa, the target's projection": ("medusa", MedusaOptions(num_heads=4, original_lm_head=True)),

@@ -33,7 +33,9 @@ class LossPlan:
     blocks: [R_k] of each step, the number of each row's block, with D-PACE; else none.
     known_blocks: the same, for the host.
     weights: [B*L] weights of rows, None where all are 1.
-    depths_S: weights of the steps in float64.
+    depths_S: weights of the steps.
+    counts_S: the rows of each step.
+    places_SS: the unit matrix in float64: by it, figures of rows become sums by step.
     """
 
     positions_U: Tensor
@@ -43,6 +45,8 @@ class LossPlan:
     known_blocks: tuple[np.ndarray, ...]
     weights: Tensor | None
     depths_S: Tensor
+    counts_S: Tensor
+    places_SS: Tensor
 
     def spans(self, count: int) -> list[Span]:
         """Return the pieces of `count` positions, or blocks."""

@@ -65,7 +65,7 @@ class TargetHead(nn.Module):
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
         self.scale = scale
         self.softcap = softcap
-        self._selected = Derived()
+        self._selected, self._places = Derived(), Derived()
 
     @property
     def vocab_size(self) -> int:
@@ -78,13 +78,17 @@ class TargetHead(nn.Module):
         The product runs in the dtype of the weights, as in the target itself, also under autocast;
         scale and softcap run in float32. Gradients flow to `hidden`, never to the weights.
         """
+        return self.narrow_logits(hidden, columns).float()
+
+    def narrow_logits(self, hidden: Tensor, columns: Tensor | None = None) -> Tensor:
+        """Return `logits` in the dtype of the weights, where neither scale nor softcap made them float32."""
         weight, bias = (self.weight, self.bias) if columns is None else self._select(columns)
         with without_autocast(hidden):
-            logits = linear(hidden.to(weight.dtype), weight, bias).float()
+            logits = linear(hidden.to(weight.dtype), weight, bias)
             if self.scale != 1.0:
-                logits = logits * self.scale
+                logits = logits.float() * self.scale
             if self.softcap is not None:
-                logits = self.softcap * torch.tanh(logits / self.softcap)
+                logits = self.softcap * torch.tanh(logits.float() / self.softcap)
         return logits
 
     def _select(self, columns: Tensor) -> Weights:
@@ -96,6 +100,16 @@ class TargetHead(nn.Module):
             return self.weight.index_select(0, columns), bias
 
         return self._selected.get(tuple(x for x in (self.weight, columns, self.bias) if x is not None), select)
+
+    def places(self, columns: Tensor) -> Tensor:
+        """Return [V], where each token id stands among the token ids `columns`, -1 where it does not, kept for the next call."""
+
+        @torch.inference_mode(False)
+        def find() -> Weights:
+            number_W = torch.arange(len(columns), device=columns.device)
+            return number_W.new_full((self.vocab_size,), -1).index_copy_(0, columns, number_W), None
+
+        return self._places.get((columns,), find)[0]
 
 
 @dataclass(frozen=True)

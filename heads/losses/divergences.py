@@ -11,7 +11,7 @@ To add a loss, write its function with its entry in LOSSES, and its definition i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import log, log1p
 
 import torch
@@ -24,17 +24,18 @@ TINY = 1e-30
 class Teacher:
     """The target's distribution on some rows. p: [R, W] fp32, p's columns of the draft vocabulary, not renormalised, so that a
     row sums to less than 1; mass: [R], these sums; negentropy: [R], the sum of p' log p' of p' = p / mass; label, best: [R] indices
-    of the text's own token and of the target's likeliest one in the draft vocabulary, -1 outside."""
+    of the text's own token and of the target's likeliest one in the draft vocabulary, -1 outside; label None: no loss asks for it."""
 
     p: Tensor
     mass: Tensor
     negentropy: Tensor
-    label: Tensor
+    label: Tensor | None
     best: Tensor
 
     def select(self, index: Tensor) -> "Teacher":
         """Return the distribution on the rows `index`."""
-        return Teacher(*(getattr(self, field.name)[index] for field in fields(self)))
+        label = None if self.label is None else self.label[index]
+        return Teacher(self.p[index], self.mass[index], self.negentropy[index], label, self.best[index])
 
 
 def soft_ce(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
@@ -46,7 +47,7 @@ def kl(log_q_RW: Tensor, teacher: Teacher, temperature: float = 1.0) -> Tensor:
     """Return [R], the forward KL(p' || q): soft cross-entropy minus the entropy of p'. Another temperature T gives T^2 KL between both
     distributions to the power 1/T, renormalised (Hinton et al., "Distilling the Knowledge in a Neural Network", 2015, section 2)."""
     if temperature == 1.0:
-        return soft_ce(log_q_RW, teacher) + teacher.negentropy
+        return teacher.negentropy - torch.linalg.vecdot(teacher.p, log_q_RW) / teacher.mass
     log_q_RW, log_p_RW = ((x / temperature).log_softmax(-1) for x in (log_q_RW, _log_p(teacher)))
     return temperature**2 * torch.linalg.vecdot(log_p_RW.exp(), log_p_RW - log_q_RW)
 
@@ -81,7 +82,8 @@ def jsd(log_q_RW: Tensor, teacher: Teacher, beta: float) -> Tensor:
 
 def acceptance(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
     """Return [R], the probability that a token drawn from q is accepted: sum_x min(p(x), q(x)), p over all V."""
-    return torch.minimum(log_q_RW.exp(), teacher.p).sum(-1)
+    q_RW = log_q_RW.exp()
+    return torch.minimum(q_RW, teacher.p, out=None if q_RW.requires_grad else q_RW).sum(-1)
 
 
 def tv(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
@@ -103,6 +105,7 @@ def lk_hybrid(log_q_RW: Tensor, teacher: Teacher, lk_scale: float, lk_decay: flo
 
 def hard_ce(log_q_RW: Tensor, teacher: Teacher) -> Tensor:
     """Return [R], the cross-entropy with the text's own token; 0 where that is outside the draft vocabulary."""
+    assert teacher.label is not None
     return label_ce(log_q_RW, teacher.label)
 
 

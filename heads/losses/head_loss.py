@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
+from math import log
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.data.memory import move
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
-from draftsmith.heads.losses.pieces import sum_pieces
+from draftsmith.heads.losses.pieces import Piece, joined, sum_pieces
 from draftsmith.heads.losses.plan import divisor_of, plan_loss
 from draftsmith.heads.losses.selector import choose
 from draftsmith.heads.losses.slots import dpace
@@ -36,27 +37,25 @@ PIECE = {"cpu": 1 << 22, "cuda": 1 << 25}
 
 @torch.no_grad()
 def make_teacher(
-    batch: TrainBatch, positions_U: Tensor, target_head: TargetHead, draft_vocab: Tensor | None
+    batch: TrainBatch, positions_U: Tensor, target_head: TargetHead, draft_vocab: Tensor | None, labels: bool = True
 ) -> Teacher:
     """Return the target's distribution of the token after each flat position, exp(logit - logsumexp over the whole vocabulary),
-    on the draft vocabulary's columns."""
+    on the draft vocabulary's columns. labels: with the text's own tokens."""
     hidden_UH = batch.last.flatten(0, 1)[positions_U]
     logsumexp_U = batch.logsumexp.flatten()[positions_U].float()
-    label_U = shift_left(batch.ids, 1, 0).flatten()[positions_U]
-    log_p_UW = target_head.logits(hidden_UH, draft_vocab).float().sub_(logsumexp_U[:, None])
-    p_UW = log_p_UW.exp()
-    mass_U = p_UW.sum(-1).clamp_min(TINY)
-    negentropy_U = torch.linalg.vecdot(p_UW, log_p_UW.clamp_min(-1e4)) / mass_U - mass_U.log()
-    label_U, best_U = (draft_index(ids, draft_vocab) for ids in (label_U, batch.top1.flatten()[positions_U]))
-    return Teacher(p_UW, mass_U, negentropy_U, label_U, best_U)
+    logits_UW = target_head.narrow_logits(hidden_UH, draft_vocab)
+    # Made float32 in the same pass. No token has less than TINY, so that the mass is never 0.
+    log_p_UW = torch.sub(logits_UW, logsumexp_U[:, None], out=logits_UW if logits_UW.dtype == torch.float32 else None)
+    p_UW = log_p_UW.clamp_min_(log(TINY)).exp()
+    mass_U = p_UW.sum(-1)
+    negentropy_U = log_p_UW.mul_(p_UW).sum(-1).div_(mass_U).sub_(mass_U.log())
 
+    def index(ids: Tensor) -> Tensor:
+        ids_U = ids.flatten()[positions_U].long()
+        return ids_U if draft_vocab is None else target_head.places(draft_vocab)[ids_U]
 
-def draft_index(ids: Tensor, draft_vocab: Tensor | None) -> Tensor:
-    """Return where each target id stands in the sorted draft vocabulary, -1 where it does not."""
-    if draft_vocab is None:
-        return ids.long()
-    index = torch.searchsorted(draft_vocab, ids.long()).clamp_max(len(draft_vocab) - 1)
-    return torch.where(draft_vocab[index] == ids, index, -1)
+    label_U = index(shift_left(batch.ids, 1, 0)) if labels else None
+    return Teacher(p_UW, mass_U, negentropy_U, label_U, index(batch.top1))
 
 
 @dataclass(frozen=True)
@@ -91,32 +90,7 @@ def row_loss(spec: LossSpec, kind: str | None = None) -> Callable[[Tensor, Teach
     return partial(loss.function, **{key: getattr(spec, key) for key in loss.parameters})
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Some rows of some steps, and what the head says of them besides logits.
-
-    Attributes:
-        rows, step, positions: [R] the flat index, the number of the step and the flat index of the teacher's position.
-        teacher: the target's distribution.
-        feature, confidence: those of `StepOutput`.
-        block: [R] the number of the row's block among the piece's, with D-PACE.
-        blocks: how many these may be.
-        source, inputs: a step of these, and the rows' `inputs`.
-    """
-
-    rows: Tensor
-    step: Tensor
-    positions: Tensor
-    teacher: Teacher
-    block: Tensor | None
-    blocks: int
-    feature: Tensor | None
-    confidence: Tensor | None
-    source: StepOutput
-    inputs: Sequence[Tensor]
-
-
-def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[_Piece, Tensor, Tensor], Tensor]:
+def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[Piece, Tensor, Tensor], Tensor]:
     """Return the whole loss of rows, (rows, [R, W] log q, [R] 0 where a row is dropped) -> [R].
 
     It sums the weighted losses of the logits, of the target's most likely tokens, of the features and of the confidence.
@@ -126,10 +100,11 @@ def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[_Pie
     extra_terms = [(extra_weight, row_loss(spec, kind)) for kind, extra_weight in spec.also.items() if extra_weight]
     confidence_weight = 1.0 if spec.confidence_weight is None else spec.confidence_weight
 
-    def loss_of(rows: _Piece, log_q_RW: Tensor, kept_R: Tensor) -> Tensor:
+    def loss_of(rows: Piece, log_q_RW: Tensor, kept_R: Tensor) -> Tensor:
         teacher = rows.teacher
         weight, feature_weight = spec.term_weights(rows.feature is not None, tuned)
-        loss_R = weight * base(log_q_RW, teacher)
+        loss_R = base(log_q_RW, teacher)
+        loss_R = loss_R if weight == 1 else weight * loss_R
         for extra_weight, loss in extra_terms:
             loss_R = loss_R + extra_weight * loss(log_q_RW, teacher)
         if spec.top_k_weight:
@@ -189,52 +164,66 @@ def head_loss(
     """
     device, steps, plan = batch.ids.device, output.steps, _planned(output, batch, spec)
     weights, loss_of = plan.weights, _row_terms(spec, batch, output.tuned is not None)
-    depth_S = (plan.depths_S * spec.warmup_weight(progress)).float()
-    terms = _RowTerms(spec, loss_of, weights, depth_S, torch.arange(len(steps), device=device), progress)
+    warmup = spec.warmup_weight(progress)
+    depth_S = plan.depths_S if warmup == 1 else plan.depths_S * warmup
+    terms = _RowTerms(spec, loss_of, weights, depth_S, progress)
     tuned_terms = None if output.tuned is None else partial(_tuned_terms, spec, weights)
     assert output.tuned is None or draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
     with torch.autocast(device.type, enabled=False):
         size = piece_size or PIECE.get(batch.last.device.type, PIECE["cuda"])
-        loss, figures = _sums(output, plan, batch, target_head, draft_vocab, terms, tuned_terms, size, scale)
-    tuned = None if output.tuned is None else figures[-4:].float()
+        teach = partial(
+            make_teacher, batch, target_head=target_head, draft_vocab=draft_vocab, labels=_labels(spec, output)
+        )
+        width = target_head.vocab_size if draft_vocab is None else len(draft_vocab)
+        loss, figures = _sums(
+            output, plan, teach, terms, tuned_terms, max(1, size // (width * len(output.scored))), scale
+        )
+    figures = figures.float()
+    tuned = None if output.tuned is None else figures[-4:]
     chosen = steps[0].selector is not None
-    figures = figures[: (4 + spec.dpace + 2 * chosen) * len(steps)].view(-1, len(steps))
+    figures = figures[: (3 + spec.dpace + 2 * chosen) * len(steps)].view(-1, len(steps))
     return LossOutput(
         loss_sum=loss,
-        rows=figures[3, 0].long(),
-        step_loss=figures[0].float(),
-        step_rows=figures[3].long(),
-        step_correct=figures[1].long(),
-        step_acceptance=figures[2].float(),
+        rows=plan.counts_S[0],
+        step_loss=figures[0],
+        step_rows=plan.counts_S,
+        step_correct=figures[1],
+        step_acceptance=figures[2],
         tuned=tuned,
-        weights=figures[4].sum().float().detach() if spec.divided_later else None,
-        selector=figures[-2:].long() if chosen else None,
+        weights=figures[3].sum() if spec.divided_later else None,
+        selector=figures[-2:] if chosen else None,
     )
+
+
+def _labels(spec: LossSpec, output: HeadOutput) -> bool:
+    """Whether a loss is about the text's own tokens."""
+    kinds = (spec.kind, *spec.also, *([] if output.tuned is None else [spec.tuned_kind]))
+    return spec.selector_labels == "data" or any(LOSSES[kind].label == "label" for kind in kinds)
 
 
 @dataclass(frozen=True)
 class _RowTerms:
-    """Makes the weighted loss and the figures of rows: (rows, [R, W] log q) -> a scalar, and by step the losses, the right guesses, the
-    acceptance and the rows, then D-PACE's weights and `LossOutput.selector`, where there are such.
+    """Makes the weighted loss and the figures of rows: (rows, [R, W] log q) -> a scalar, and by step the losses, the right guesses and the
+    acceptance, then D-PACE's weights and `LossOutput.selector`, where there are such.
 
-    loss_of: see `_row_terms`. weights: see `LossPlan`. depth_S, number_S: the steps' weights and numbers. progress: see `head_loss`.
+    loss_of: see `_row_terms`. weights: see `LossPlan`. depth_S: the steps' weights. progress: see `head_loss`.
     """
 
     spec: LossSpec
-    loss_of: Callable[[_Piece, Tensor, Tensor], Tensor]
+    loss_of: Callable[[Piece, Tensor, Tensor], Tensor]
     weights: Tensor | None
     depth_S: Tensor
-    number_S: Tensor
     progress: float
 
-    def __call__(self, piece: _Piece, log_q_RW: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, piece: Piece, log_q_RW: Tensor) -> tuple[Tensor, Tensor]:
         spec, teacher = self.spec, piece.teacher
-        kept_R = trained_R = (teacher.best >= 0).to(log_q_RW.dtype)
-        slot_R = self.depth_S[piece.step]
+        kept_R = trained_R = teacher.best >= 0
         if spec.dpace:
             base, label_R = row_loss(spec), getattr(teacher, LOSSES[spec.kind].label)
-            trained_R = kept_R * (label_R >= 0)
+            trained_R = kept_R & (label_R >= 0)
             slot_R = self._slots(piece, base(log_q_RW.detach(), teacher), trained_R)
+        else:
+            slot_R = piece.of_steps(self.depth_S)
         loss_R = self.loss_of(piece, log_q_RW, trained_R)
         source = piece.source
         if source.besides is not None and source.rounds is not None:
@@ -245,29 +234,30 @@ class _RowTerms:
                 log_besides_RW = torch.log_softmax(logits_RW, -1, dtype=torch.float32)
                 loss_R = torch.add(loss_R, self.loss_of(piece, log_besides_RW, trained_R), alpha=share)
         loss_R = loss_R if self.weights is None else loss_R * self.weights[piece.rows]
-        weighed_R, choice = loss_R * slot_R, None
+        total, choice = loss_R @ slot_R, None
         if source.rounds is None:
-            weighed_R = weighed_R + self._restarted(piece, trained_R)
+            total = total + self._restarted(piece, trained_R).sum()
         if source.selector is not None:
             label_R = teacher.label if spec.selector_labels == "data" else teacher.best
+            assert label_R is not None
             choice = choose(log_q_RW, teacher, label_R, source.selector, piece.inputs[1:])
-            known_R = kept_R * (label_R >= 0)
+            known_R = kept_R & (label_R >= 0)
             own_R = self._chosen_weight * known_R * choice.loss_R
             own_R = own_R if self.weights is None else own_R * self.weights[piece.rows]
-            weighed_R = weighed_R + own_R * self._slots(piece, choice.loss_R, known_R)
+            total = total + own_R @ self._slots(piece, choice.loss_R, known_R)
             loss_R = loss_R + own_R
         with torch.no_grad():
             correct_R = log_q_RW.argmax(-1) == teacher.best  # in fp32: several times faster than in bf16
-            ones_R, weights_R = torch.ones_like(loss_R), [slot_R * trained_R] if spec.dpace else []
+            weights_R = [slot_R * trained_R] if spec.dpace else []
             if choice is None:
-                figures = [loss_R, correct_R, acceptance(log_q_RW, teacher), ones_R, *weights_R]
+                figures = [loss_R, correct_R, acceptance(log_q_RW, teacher), *weights_R]
             else:
-                drafted = [choice.correct_R, choice.acceptance_R, ones_R, *weights_R]
-                figures = [loss_R, *drafted, correct_R, choice.recalled_R]
-            step_RS = piece.step[:, None] == self.number_S  # where one_hot would wait for the device
-        return weighed_R.sum(), torch.stack(figures).double() @ step_RS.double()
+                figures = [loss_R, choice.correct_R, choice.acceptance_R, *weights_R, correct_R, choice.recalled_R]
+            step_RS = piece.of_steps(piece.plan.places_SS)
+            figures_FR = torch.stack(figures, out=step_RS.new_empty(len(figures), len(step_RS)))
+        return total, figures_FR @ step_RS
 
-    def _restarted(self, piece: _Piece, trained_R: Tensor) -> Tensor:
+    def _restarted(self, piece: Piece, trained_R: Tensor) -> Tensor:
         """Return [R], the weighted losses behind a shown prefix, from whose end the steps' weights begin."""
         source, behind_R = piece.source, piece.step - piece.inputs[-1]
         assert source.besides is not None
@@ -280,18 +270,17 @@ class _RowTerms:
     def _chosen_weight(self) -> float:
         return 1.0 if self.spec.selector_weight is None else self.spec.selector_weight
 
-    def _slots(self, piece: _Piece, ce_R: Tensor, known_R: Tensor) -> Tensor:
+    def _slots(self, piece: Piece, ce_R: Tensor, known_R: Tensor) -> Tensor:
         """Return the weights of rows: their steps' or, by their cross-entropy, D-PACE's. A draft hardly gets past a label that it cannot
         have, where `known_R` is 0."""
         if not self.spec.dpace:
-            return self.depth_S[piece.step]
-        assert piece.block is not None
+            return piece.of_steps(self.depth_S)
         chance_R = (-ce_R.detach()).exp() * known_R
         own_R = dpace(chance_R, piece.block, piece.step, piece.blocks, len(self.depth_S), self.spec)
-        return self.depth_S[piece.step] * own_R
+        return piece.of_steps(self.depth_S) * own_R
 
 
-def _tuned_terms(spec: LossSpec, weights: Tensor | None, piece: _Piece, log_q_RV: Tensor) -> tuple[Tensor, Tensor]:
+def _tuned_terms(spec: LossSpec, weights: Tensor | None, piece: Piece, log_q_RV: Tensor) -> tuple[Tensor, Tensor]:
     """Return a tuned target's weighted loss, and `LossOutput.tuned`."""
     kl_R = kl(log_q_RV, piece.teacher)
     loss_R = kl_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, piece.teacher)
@@ -302,7 +291,7 @@ def _tuned_terms(spec: LossSpec, weights: Tensor | None, piece: _Piece, log_q_RV
     return loss, torch.stack([figure.double() for figure in figures])
 
 
-_Terms = Callable[[_Piece, Tensor], tuple[Tensor, Tensor]]
+_Terms = Callable[[Piece, Tensor], tuple[Tensor, Tensor]]
 
 
 def by_projection(steps: Sequence[StepOutput]) -> list[list[int]]:
@@ -328,58 +317,45 @@ def _planned(output: HeadOutput, batch: TrainBatch, spec: LossSpec) -> LossPlan:
 def _sums(
     output: HeadOutput,
     plan: LossPlan,
-    batch: TrainBatch,
-    target_head: TargetHead,
-    draft_vocab: Tensor | None,
+    teach: Callable[[Tensor], Teacher],
     terms: _Terms,
     tuned_terms: _Terms | None,
-    size: int,
+    count: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return the sums over the rows of all steps, see `sum_pieces`: positions come in order, with the rows of all steps there.
 
-    size: logits of a piece, about.
+    teach: flat positions -> the target's distribution. count: positions of a piece.
     """
-    steps = output.scored
-    unique_U, indices = plan.positions_U, plan.indices
-    width = target_head.vocab_size if draft_vocab is None else len(draft_vocab)
-    count = max(1, size // (width * len(steps)))
-    spans = plan.spans(count)
+    steps, spans = output.scored, plan.spans(count)
     columns = [(number, tensor) for number, step in enumerate(steps) for tensor in step.tensors]
     groups = by_projection(steps)
-    number_S = torch.arange(len(steps), device=unique_U.device)
 
     def of_piece(number: int, *values: Tensor) -> tuple[Tensor, Tensor]:
         asked, here = spans[number].positions, spans[number].rows
-        teacher = make_teacher(batch, unique_U[asked], target_head, draft_vocab)
-        total, figures, tuned = torch.zeros((), device=unique_U.device), None, None
+        teacher = teach(plan.positions_U[asked])
+        total, figures, tuned = None, None, []
         for group in groups:
             first = steps[group[0]]
             own = [[value for (k, _), value in zip(columns, values, strict=True) if k == step] for step in group]
-            joined = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*own, strict=True)]
-            inputs, others = joined[: len(first.sources)], joined[len(first.sources) :]
-            index_R = torch.cat([indices[k][here[k]] for k in group])
-            piece = _Piece(
-                torch.cat([steps[k].rows[here[k]] for k in group]),
-                torch.cat([number_S[k].expand(here[k].stop - here[k].start) for k in group]),
-                unique_U[index_R],
-                teacher.select(index_R - asked.start),
-                torch.cat([plan.blocks[k][here[k]] for k in group]) - number * count if plan.blocks else None,
-                count,
-                None if first.feature is None else others[0],
-                None if first.confidence is None else others[-1],
-                first,
-                inputs,
-            )
+            given = [joined(parts) for parts in zip(*own, strict=True)]
+            inputs, others = given[: len(first.sources)], given[len(first.sources) :]
+            feature = None if first.feature is None else others[0]
+            confidence = None if first.confidence is None else others[-1]
+            known = teacher.select(joined([plan.indices[k][here[k]] for k in group]) - asked.start)
+            parts = [(steps[k], k, here[k]) for k in group]
+            piece = Piece(plan, parts, known, feature, confidence, number * count, count, first, inputs)
             log_q_RW = torch.log_softmax(first.projected(*inputs), -1, dtype=torch.float32)
             if first.offset >= 0 or tuned_terms is None:
                 loss, more = terms(piece, log_q_RW)
                 figures = more if figures is None else figures + more
             else:
-                loss, tuned = tuned_terms(piece, log_q_RW)
-            total = total + loss
+                loss, more = tuned_terms(piece, log_q_RW)
+                tuned = [more]
+            total = loss if total is None else total + loss
         assert figures is not None, "a head has steps"
-        return total, figures.flatten() if tuned is None else torch.cat([figures.flatten(), tuned])
+        assert total is not None
+        return total, torch.cat([figures.flatten(), *tuned]) if tuned else figures.flatten()
 
     return sum_pieces(
         of_piece, [tensor for _, tensor in columns], [[span.rows[k] for k, _ in columns] for span in spans], scale

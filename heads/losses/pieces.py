@@ -6,21 +6,80 @@ forward pass: what is kept is a gradient of each input, as large as the input. N
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from draftsmith.heads.base import StepOutput
+from draftsmith.heads.losses.divergences import Teacher
+from draftsmith.heads.plan import LossPlan
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of some steps, and what the head says of them besides logits.
+
+    Attributes:
+        plan: of the loss.
+        parts: the steps, their numbers and their rows here.
+        teacher: the target's distribution.
+        feature, confidence: those of `StepOutput`.
+        first_block, blocks: with D-PACE the number of the piece's first block, and how many there may be.
+        source, inputs: a step of these, and the rows' `inputs`.
+    """
+
+    plan: LossPlan
+    parts: Sequence[tuple[StepOutput, int, slice]]
+    teacher: Teacher
+    feature: Tensor | None
+    confidence: Tensor | None
+    first_block: int
+    blocks: int
+    source: StepOutput
+    inputs: Sequence[Tensor]
+
+    def of_steps(self, table_S: Tensor) -> Tensor:
+        """Return [R, ...], each row's entry of a table [S, ...] of the steps."""
+        shape = table_S.shape[1:]
+        return joined([table_S[k].expand(own.stop - own.start, *shape) for _, k, own in self.parts])
+
+    @property
+    def rows(self) -> Tensor:
+        """[R] the flat indices."""
+        return joined([step.rows[own] for step, _, own in self.parts])
+
+    @property
+    def step(self) -> Tensor:
+        """[R] the numbers of the steps."""
+        return self.of_steps(torch.arange(len(self.plan.depths_S), device=self.source.rows.device))
+
+    @property
+    def positions(self) -> Tensor:
+        """[R] the flat indices of the teacher's positions."""
+        return joined([step.rows[own] + (1 + step.offset) for step, _, own in self.parts])
+
+    @property
+    def block(self) -> Tensor:
+        """[R] the number of the row's block among the piece's, with D-PACE."""
+        return joined([self.plan.blocks[k][own] for _, k, own in self.parts]) - self.first_block
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all parts; those of one as they are."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
 
 class _Ready(torch.autograd.Function):
     """A sum whose gradients are there already: `scale` times the sum has the gradient `gradients` for each of `leaves`."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, gradients: Sequence[Tensor], scale: float, *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, total: list[Tensor], gradients: Sequence[Tensor], scale: float, *leaves: Tensor) -> Tensor:
         ctx.save_for_backward(*gradients)
         ctx.scale = scale
-        return total.clone()
+        return total[0]  # in a list, so that it is no input, which would have to be copied
 
     @staticmethod
     @once_differentiable
@@ -52,35 +111,39 @@ def sum_pieces(
     """
     graded = torch.is_grad_enabled()
     given = [i for i, x in enumerate(tensors) if graded and x.requires_grad]
-    gradients = [torch.zeros_like(tensors[i]) for i in given]
+    gradients: list[Tensor] = []
     parameters: list[Tensor] = []
     summed: list[Tensor] = []
-    sums: list[tuple[Tensor, Tensor]] = []
+    sums: list[Tensor] = []
     for number, rows in enumerate(pieces):
         leaves = [
             x.detach()[own].requires_grad_(i in given) for i, (x, own) in enumerate(zip(tensors, rows, strict=True))
         ]
         # As views: autocast would keep its copies of leaves until the last piece.
         total, figures = terms(number, *(x.view_as(x) for x in leaves))
-        sums.append((total.detach(), figures))
+        found = [total.detach(), figures]
+        sums = [x + y for x, y in zip(sums, found, strict=True)] if sums else found
         if not total.requires_grad:
             continue
         own = [leaves[i] for i in given]
-        first = not parameters
-        parameters = parameters or _parameters(total, own)
-        found = torch.autograd.grad(total * scale, [*own, *parameters], materialize_grads=True)
-        for into, i, gradient in zip(gradients, given, found, strict=False):
-            into[rows[i]] = gradient
+        first = not gradients and not parameters
+        if first:
+            gradients, parameters = [torch.empty_like(tensors[i]) for i in given], _parameters(total, own)
+        at_scale = torch.full_like(total, scale)
+        found = list(torch.autograd.grad(total, [*own, *parameters], at_scale, materialize_grads=True))
         of_parameters = found[len(own) :]
+        if own:
+            torch._foreach_copy_([x[rows[i]] for x, i in zip(gradients, given, strict=True)], found[: len(own)])
         if first:  # where two parameters are added up, autograd gives one gradient for both
             summed = [x.clone() if any(x is y for y in of_parameters[:i]) else x for i, x in enumerate(of_parameters)]
         else:
             for into, gradient in zip(summed, of_parameters, strict=True):
                 into.add_(gradient)
         del found, of_parameters  # before the next piece
-    total, figures = (torch.stack(values).sum(0) for values in zip(*sums, strict=True))
+    total, figures = sums
     if graded:
-        total = _Ready.apply(total, [*gradients, *summed], scale, *(tensors[i] for i in given), *parameters)
+        gradients = gradients or [torch.zeros_like(tensors[i]) for i in given]
+        total = _Ready.apply([total], [*gradients, *summed], scale, *(tensors[i] for i in given), *parameters)
     return total, figures
 
 

@@ -31,8 +31,9 @@ def plan_loss(rows: Sequence[Tensor], offsets: Sequence[int], batch: TrainBatch,
     if spec.dpace:
         blocks = torch.unique(torch.cat([*rows]), return_inverse=True)[1].split([len(at) for at in rows])
     known_blocks = tuple(index.numpy() for index in blocks)
-    depths_S = torch.tensor(depths, dtype=torch.float64)
-    return LossPlan(positions_U, indices, known, blocks, known_blocks, weights, depths_S)
+    counts_S = torch.tensor([len(at) for at in rows[: len(depths)]])
+    of_steps = (torch.tensor(depths), counts_S, torch.eye(len(depths), dtype=torch.float64))
+    return LossPlan(positions_U, indices, known, blocks, known_blocks, weights, *of_steps)
 
 
 def divisor_of(rows: Sequence[Tensor], batch: TrainBatch, spec: LossSpec) -> Tensor:

@@ -12,11 +12,11 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, StepOutput, count_rows
 from draftsmith.heads.losses.divergences import LOSSES
-from draftsmith.heads.losses.head_loss import LossOutput, draft_index, head_loss, loss_divisor, make_teacher
+from draftsmith.heads.losses.head_loss import LossOutput, head_loss, loss_divisor, make_teacher
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa.head import MedusaOptions, build
 from draftsmith.heads.registry import methods
-from draftsmith.target.target import Target
+from draftsmith.target.target import Target, TargetHead
 from tests.batches import documents_of, pack
 from tests.heads.losses.oracles import ORACLES, Row, random_output
 from tests.models import SMALL_HEADS
@@ -180,8 +180,7 @@ def test_a_loss_that_weighs_nothing_is_refused(target):
 @pytest.mark.parametrize("vocab", [[0], [3, 4, 9], [0, 2, 11]])
 def test_every_id_is_found_in_the_draft_vocabulary(vocab):
     expected = [vocab.index(token) if token in vocab else -1 for token in range(12)]
-    assert draft_index(torch.arange(12, dtype=torch.int32), torch.tensor(vocab)).tolist() == expected
-    assert draft_index(torch.arange(12), None).tolist() == list(range(12))
+    assert TargetHead(torch.zeros(12, 2)).places(torch.tensor(vocab)).tolist() == expected
 
 
 class Saved:

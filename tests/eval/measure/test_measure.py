@@ -10,6 +10,7 @@ import pytest
 from draftsmith.decoder.answers import Decoded, Generation, Request, Round, Tally, tally_generation
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.clocks.costs import measure_costs
@@ -116,7 +117,7 @@ def test_both_are_compared_with_generate_on_its_own_prompts() -> None:
 
 def test_drafted_tokens_are_not_told_where_drafts_end_by_their_own_tokens() -> None:
     for ends in (None, 0.3):
-        m = summarized([text(answer("a", "chat", [2, 1, 0]))], threshold=ends).overall
+        m = summarized([text(answer("a", "chat", [2, 1, 0]))], rule=ends and LengthRule((ends,) * 3)).overall
         assert m.k_sweep is not None
         assert all(point.tau_simulated is not None for point in m.k_sweep)
         assert all((point.acceptance_rate is None) == (ends is not None) for point in m.k_sweep)

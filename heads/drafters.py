@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.decoder.cache import KVCache, build_mask, llama_layer_shapes
+from draftsmith.decoder.cache import BUCKET, KVCache, build_mask, llama_layer_shapes, place_mask, with_room
+from draftsmith.decoder.captured import make_draft
 from draftsmith.decoder.draft import (
     DecodeState,
     Draft,
@@ -27,6 +28,7 @@ from draftsmith.decoder.draft import (
     listed,
     numbers,
 )
+from draftsmith.decoder.graphs import Graphs
 from draftsmith.decoder.growth import Level, chain_token_by_token, child_uniforms, growth, start_beam
 from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import DRAFT, draw, draw_children, probs
@@ -142,6 +144,11 @@ class HeadDrafter(StatelessDrafter):
 
     name = ""
     """In results; "" stands for the name of the head's method."""
+    cache: Any = None
+    """The `LayerCache` of the batch at work; None for a head without layers."""
+    _graphs: Graphs | None = None
+    """Of the drafts of so many rows."""
+    _rows = 0
 
     def __init__(
         self,
@@ -183,6 +190,37 @@ class HeadDrafter(StatelessDrafter):
             chance=chance,
         )
 
+    def most_entries(self) -> int:
+        """Return the most entries behind the cached ones that a round writes and does not keep, less one."""
+        return self.num_speculative_tokens
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Begin a batch; on a GPU the graphs of the last one stay where they can."""
+        if rows != self._rows or self._graphs is None:
+            like = next(self.head.parameters())
+            self._graphs = Graphs(
+                like.device, like.dtype, "drafts", rows * self.max_nodes, captures=self.captures, exact=False
+            )
+        self._rows = rows
+
+    @property
+    def captures(self) -> bool:
+        """Whether drafts can be CUDA graphs: not where a rule asks the device whether to go on, nor where rotary frequencies depend on
+        the longest text."""
+        return self.rule is None and (self.cache is None or self.cache.steady)
+
+    @torch.no_grad()
+    def propose(self, state: DecodeState) -> Draft:
+        """Read the new tokens, then draft at most as many tokens as a row may still emit."""
+        if self._graphs is None:
+            return self.make(state)
+        depth = min(self.num_speculative_tokens, state.tokens_left)
+        return make_draft(self._graphs, self.make, state, self.cache, depth, self.most_entries() + 1)
+
+    def make(self, state: DecodeState) -> Draft:
+        """Return the draft. It runs as a graph, see `make_draft`: what the host knows of the texts must not decide anything."""
+        raise NotImplementedError
+
     def draft_all(self, state: DecodeState, logits_BKW: Tensor) -> Draft:
         """Return the draft of K tokens, or a tree no deeper, from the logits of all depths at once."""
         if isinstance(self.tree, DynamicTree):
@@ -204,8 +242,20 @@ class LayerCache(KVCache):
         self.rotary, self.like, self.window = module.rotary_emb, module.layers[0].self_attn.o_proj.weight, window
         shapes = getattr(module, "cached_shapes", None)
         shapes = shapes or llama_layer_shapes(module.config, len(module.layers), self.like.dtype)
-        super().__init__(shapes, rows, capacity, self.like.device)
-        self._table = self.rotary.table(capacity, self.like)
+        self.bucket = BUCKET if self.like.is_cuda else 1
+        with torch.inference_mode(False):  # so that a graph may write to it
+            super().__init__(shapes, rows, with_room(capacity, rows, self.like.device), self.like.device)
+            self._table = self.rotary.table(self.capacity, self.like)
+
+    @property
+    def steady(self) -> bool:
+        """Whether no rotation depends on the longest text."""
+        return self._table is not None
+
+    @property
+    def unmasked(self) -> bool:
+        """Whether one more entry of all rows sees every slot in use."""
+        return len(self.lengths_B) == 1 and self.window is None and self.bucket == 1
 
     def rotation(self) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [B, m, D] of the staged entries as a chain behind the cached ones."""
@@ -221,7 +271,7 @@ class LayerCache(KVCache):
 
     def _rotation(self, base_B: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
         """first: where a single row begins, whose positions are then one slice."""
-        if self._table is not None and len(base_B) == 1:
+        if self._table is not None and len(base_B) == 1 and self.bucket == 1:
             return self._table[0][None, first : first + count], self._table[1][None, first : first + count]
         position_Bm = base_B[:, None] + numbers(0, count, base_B.device)
         if self._table is None:
@@ -244,29 +294,26 @@ class LayerCache(KVCache):
         at, depth_BT = self.staged, None
         if self.window is not None:
             depth_BT = listed(tuple(depths), at.lengths_B.device).expand(len(above_BmT), -1)
-        return build_mask(at.lengths_B, above_BmT, at.visible, depth_BT, self.window)
+        build = build_mask if at.bucket == 1 else place_mask
+        return build(at.lengths_B, above_BmT, at.visible, depth_BT, self.window)
 
 
 class CachedDrafter(HeadDrafter):
     """The base of drafters whose head has layers of its own; subclasses run them over new tokens (`run`)."""
-
-    cache: Any = None
-    """The `LayerCache` of the batch at work; None for a head without layers."""
 
     @property
     def layered(self) -> Any:
         """The module with the layers, None for a head without any."""
         return self.head
 
-    def most_entries(self) -> int:
-        """Return the most entries behind the cached ones that a round writes and does not keep, less one."""
-        return self.num_speculative_tokens
-
     def start(self, rows: int, capacity: int) -> None:
         """Allocate the cache."""
         if self.layered is not None:
             slots = capacity + self.most_entries() + 1
-            self.cache = LayerCache(self.layered, rows, slots, self.head.window)
+            if self.cache is None or not self.cache.restarted(rows, slots):
+                self.cache = self._graphs = None  # before the next one is allocated
+                self.cache = LayerCache(self.layered, rows, slots, self.head.window)
+        super().start(rows, capacity)
 
     def select(self, rows: Tensor) -> None:
         if self.cache is not None:

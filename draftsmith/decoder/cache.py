@@ -30,7 +30,7 @@ class WriteRange:
     """The slots that one forward writes: `count` entries of each row from slot lengths_B + skip on.
 
     lengths_B: a copy of the cache's. longest: the largest lengths_B + skip of a row that matters. rows_b: the rows of
-    the buffers that are written, None for all.
+    the buffers that are written, None for all. bucket: slots are visible up to a multiple of this.
     """
 
     lengths_B: Tensor
@@ -38,16 +38,17 @@ class WriteRange:
     longest: int
     rows_b: Tensor | None = None
     skip: int = 0
+    bucket: int = 1
 
     @cached_property
     def visible(self) -> int:
-        """Slots that the longest row uses once its entries are written."""
-        return self.longest + self.count
+        """Slots that the longest row uses once its entries are written, and those up to a multiple of the bucket."""
+        return -(-(self.longest + self.count) // self.bucket) * self.bucket
 
     @cached_property
     def single(self) -> bool:
         """Whether there is one row alone, whose new entries are then one slice."""
-        return self.rows_b is None and len(self.lengths_B) == 1
+        return self.rows_b is None and len(self.lengths_B) == 1 and self.bucket == 1
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -141,8 +142,16 @@ class _Layer(CacheLayerMixin):
         return self.cache.staged.visible, 0
 
 
+BUCKET = 256
+"""On a GPU keys under a mask are taken up to a multiple of this, so that few lengths differ."""
 BufferIndex = tuple[TensorShape, int]
 """Where a layer's keys or values are: the shape that names a buffer, and the number of a tensor in it."""
+
+
+def with_room(capacity: int, rows: int, device: torch.device) -> int:
+    """Return a capacity that suffices for a next batch, too, where it costs little: on a GPU buffers stay with the graphs that use them."""
+    step = 1 if device.type != "cuda" else 2048 if rows <= 8 else BUCKET
+    return -(-capacity // step) * step
 
 
 class KVCache(Cache):
@@ -151,7 +160,7 @@ class KVCache(Cache):
     A forward is framed by two calls: `stage` reserves the slots behind the cached tokens, the layers write them, and
     a writer keeps some. What no writer keeps is overwritten by the next forward.
 
-    `lengths_B` is the one true number of cached tokens of each row, read-only outside. Three methods write it:
+    `lengths_B` is the one true number of cached tokens of each row, read-only outside. Besides `resume` three methods write it:
 
     - `append` keeps the first entries of a forward (a prompt, or the tokens that a drafter reads);
     - `commit` keeps the accepted path of a draft;
@@ -164,6 +173,9 @@ class KVCache(Cache):
 
     Tensors of equal shape are views of one buffer [M, B, h, S, d], so that a commit is one gather and one scatter.
     """
+
+    bucket = 1
+    """Of the forwards over all rows, see `WriteRange`."""
 
     def __init__(
         self, shapes: Sequence[LayerShape | None], rows: int, capacity: int, device: torch.device | str = "cpu"
@@ -200,6 +212,14 @@ class KVCache(Cache):
         self._lengths_B = self._lengths_B.new_zeros(len(next(iter(self.buffers.values()))[0]))
         self._views.clear()
 
+    def restarted(self, rows: int, capacity: int) -> bool:
+        """Forget all rows if it suffices for so many of such a length; return whether it does. On a CPU memory is had as fast."""
+        whole = next(iter(self._whole.values()))
+        if self._lengths_B.device.type == "cpu" or whole.shape[1] != rows or self.capacity < capacity:
+            return False
+        self.restart()
+        return True
+
     @property
     def lengths_B(self) -> Tensor:
         """Cached tokens of each row."""
@@ -211,7 +231,7 @@ class KVCache(Cache):
         longest: the largest length of a row that matters, which the host counts: asking the device would be a wait.
         """
         lengths_B = self._lengths_B if rows_b is None else self._lengths_B[rows_b]
-        self.staged = WriteRange(lengths_B, count, longest + skip, rows_b, skip)
+        self.staged = WriteRange(lengths_B, count, longest + skip, rows_b, skip, self.bucket if rows_b is None else 1)
         self._views.clear()
         assert self.staged.visible <= self.capacity, f"{self.staged.visible} slots, but the cache has {self.capacity}"
         return self.staged
@@ -269,6 +289,10 @@ class KVCache(Cache):
             self._lengths_B = torch.minimum(self._lengths_B, lengths)
         else:
             self._lengths_B = self._lengths_B.index_copy(0, rows_b, torch.minimum(self._lengths_B[rows_b], lengths))
+
+    def resume(self, lengths_B: Tensor) -> None:
+        """Take the lengths that a graph has counted."""
+        self._lengths_B = lengths_B
 
     def select(self, rows: Tensor) -> None:
         """Keep only the batch rows `rows`, which ascend (finished rows leave). They move up within the buffers: a copy beside

@@ -1,4 +1,4 @@
-"""The target's passes over the drafts of a batch, and the verdicts on them: on a GPU CUDA graphs.
+"""A round's draft, the target's pass over it and the verdict: on a GPU CUDA graphs.
 
 So many nodes in so many rows have a graph and, under a mask, so many slots. It reads cached keys where they lie, so buffers stay from
 batch to batch.
@@ -6,6 +6,7 @@ batch to batch.
 Shapes: B rows, b some of these rows, N nodes, V target vocab, D nodes of a path, X numbers of a row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.decoder.cache import KVCache
-from draftsmith.decoder.draft import Draft
+from draftsmith.decoder.cache import BUCKET, KVCache, with_room
+from draftsmith.decoder.draft import DecodeState, Draft, NewTokens
 from draftsmith.decoder.graphs import Graphs
 from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.sampling import Noise, Sampling
-from draftsmith.decoder.slots import BUCKET, Slots, Tree, is_chain, visible_slots
+from draftsmith.decoder.slots import Slots, Tree, is_chain, visible_slots
 from draftsmith.decoder.verify import Typical, Verdict, verify
 from draftsmith.target.target import Target, TargetOutput
 
@@ -39,20 +40,17 @@ class Passes:
         self.captures = target.device.type == "cuda" and target.plain_pass is not None
         self._graphs = Graphs(target.device, target.dtype, "the target's passes", rows * nodes, captures=self.captures)
         self.verdicts = Graphs(target.device, target.dtype, "verdicts", rows * nodes)
-        # With room to spare where it costs little, so that it suffices for the next batch.
-        step = 1 if not self.captures else 2048 if rows <= 8 else BUCKET
-        self.rows, self.capacity = rows, -(-capacity // step) * step
-        with torch.inference_mode(False):  # so that another batch may write to them outside of it
-            self.cache = KVCache.for_target(target, rows, self.capacity)
+        with torch.inference_mode(False):  # so that another batch may write to it outside of it
+            slots = with_room(capacity, rows, target.device) if self.captures else capacity
+            self.cache = KVCache.for_target(target, rows, slots)
 
     @classmethod
     def of(cls, target: Target, rows: int, capacity: int, nodes: int) -> "Passes":
         """Return passes over drafts of at most `nodes` nodes for `rows` sequences of at most `capacity` tokens, drafts included: on a GPU
         the ones that were released, if they suffice."""
         kept, target.kept_passes = target.kept_passes, None
-        if isinstance(kept, Passes) and kept.rows == rows and kept.capacity >= capacity and kept.nodes >= nodes:
+        if isinstance(kept, Passes) and kept.nodes >= nodes and kept.cache.restarted(rows, capacity):
             kept._target = target
-            kept.cache.restart()
             return kept
         del kept  # before the next buffers are allocated
         return cls(target, rows, capacity, nodes)
@@ -137,6 +135,8 @@ def judge(
         given["parents_BN"] = draft.parents_BN
     if draft.draft_probs_BMW is not None:
         given["draft_probs_BMW"] = draft.draft_probs_BMW
+    if draft.vocab_W is not None:
+        given["vocab_W"] = draft.vocab_W
     like = replace(draft, linear=chain, listen=None)
 
     def body(noise: Noise, logits_BNV: Tensor, *tensors: Tensor) -> Judged:
@@ -151,5 +151,60 @@ def judge(
         counts_B3 = torch.stack([verdict.fault_B, verdict.accepted_B, here.nodes_B], 1)
         return Judged(verdict, tokens_BD, torch.cat([counts_B3, tokens_BD, *([] if chain else [here.levels_BD])], 1))
 
-    key = (sampling, typical, chain, draft.tree, draft.depth, *given, id(draft.vocab_W))
+    key = (sampling, typical, chain, draft.tree, draft.depth, *given)
     return graphs.run(key, body, logits_BNV, *given.values(), *(() if seen_BV is None else (seen_BV,)), noise=noise)
+
+
+@dataclass(frozen=True)
+class _Drafted:
+    """A draft, and how much the drafter's cache then holds of each row."""
+
+    draft: Draft
+    lengths_B: Tensor | None
+
+
+def make_draft(
+    graphs: Graphs,
+    make: Callable[[DecodeState], Draft],
+    state: DecodeState,
+    cache: KVCache | None,
+    depth: int,
+    entries: int,
+    *key: object,
+) -> Draft:
+    """Return make(state), by a graph where these capture.
+
+    It may depend on what the host knows only by `depth`, the most tokens that are drafted, and `key`, and keeps nothing from round to
+    round but what is in `cache`, where it writes at most so many `entries` behind the text.
+    """
+    if not graphs.captures:
+        return make(state)
+    # Powers of two: a draft's few layers read slots in vain more cheaply than a graph is captured.
+    visible = max(BUCKET, 1 << (state.longest + entries - 1).bit_length())
+    if cache is not None:
+        visible = min(visible, cache.capacity)
+    new = state.new_tokens
+
+    def body(noise: Noise, *given: Tensor) -> _Drafted:
+        root_B, length_B, limit_B, tokens_Bn, aux_BnF, last_BnD, count_B, *lengths = given
+        here = replace(
+            state,
+            root_B=root_B,
+            length_B=length_B,
+            limit_B=limit_B,
+            new_tokens=NewTokens(tokens_Bn, aux_BnF, last_BnD, count_B),
+            host_lengths=(visible - entries,),
+            host_limits=(depth,),
+        )
+        vars(here)["noise"] = noise  # in place of this round's
+        if cache is None:
+            return _Drafted(make(here), None)
+        cache.resume(lengths[0])
+        return _Drafted(make(here), cache.lengths_B)
+
+    given = (state.root_B, state.length_B, state.limit_B, new.tokens_Bn, new.aux_BnF, new.last_BnD, new.count_B)
+    lengths = () if cache is None else (cache.lengths_B,)
+    made = graphs.run((visible, depth, state.sampling, *key), body, *given, *lengths, noise=state.noise)
+    if cache is not None and made.lengths_B is not None:
+        cache.resume(made.lengths_B)
+    return made.draft

@@ -15,13 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.decoder.cache import KVCache, layer_shapes, place_mask
+from draftsmith.decoder.cache import BUCKET, KVCache, layer_shapes, place_mask
 from draftsmith.decoder.draft import Draft
 from draftsmith.progress import say
 from draftsmith.target.target import Target
 
-BUCKET = 256
-"""Keys under a mask are taken up to a multiple of this, so that few lengths differ."""
 _flash: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
 _IN_ORDER = "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
 _OPTIONS = {"scale", "window_size_left", "window_size_right", "seqused_k"}

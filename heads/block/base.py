@@ -280,8 +280,7 @@ class BlockDrafter(CachedDrafter):
     def run(self, new_tokens: NewTokens) -> None:
         self.head.read(new_tokens.aux_BnF, self.cache.rotation(), self.cache.write)
 
-    @torch.no_grad()
-    def propose(self, state: DecodeState) -> Draft:
+    def make(self, state: DecodeState) -> Draft:
         """Append the new tokens, fill in a block, and propose at most as many of its tokens as a row may still emit."""
         head, cache, size, rows = self.head, self.cache, self.head.slots(self.num_speculative_tokens), len(state.root_B)
         self.read(state.new_tokens, state.length_B, state.longest_before)

@@ -8,7 +8,6 @@ Shapes: B rows, n new tokens, m nodes of one level that are run, T draft tokens 
 of a node, H hidden, W draft vocab.
 """
 
-import torch
 from torch import Tensor
 
 from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, chain_above
@@ -33,8 +32,7 @@ class EagleDrafter(CachedDrafter):
         dynamic = isinstance(self.tree, DynamicTree)
         return self.tree.depth * self.tree.branching if dynamic else self.max_nodes - 1
 
-    @torch.no_grad()
-    def propose(self, state: DecodeState) -> Draft:
+    def make(self, state: DecodeState) -> Draft:
         """Run the new tokens, then draft at most as many tokens as a row may still emit."""
         self._longest = state.longest
         out_BH = self.read_last(state)
@@ -52,9 +50,7 @@ class EagleDrafter(CachedDrafter):
                 hidden_B1H = self.head.feedback(out_BH)[:, None]
                 # A single row's next token sees every slot in use, which takes no mask.
                 above_B1T = (
-                    None
-                    if len(out_BH) == 1 and self.head.window is None
-                    else chain_above(k, out_BH.device)[-1:].expand(len(out_BH), -1, -1)
+                    None if self.cache.unmasked else chain_above(k, out_BH.device)[-1:].expand(len(out_BH), -1, -1)
                 )
                 out_BH = self._grow(tokens_B[:, None], hidden_B1H, k - 1, above_B1T)[:, 0]
             return self.head.logits(out_BH)

@@ -263,8 +263,7 @@ class HydraDrafter(CachedDrafter):
         assert prefix is not None
         return prefix.step(new_tokens.last_BnD, cache.rotation(), cache.write, cache.chain_mask())
 
-    @torch.no_grad()
-    def propose(self, state: DecodeState) -> Draft:
+    def make(self, state: DecodeState) -> Draft:
         """Run the new states, then draft at most as many tokens as a row may still emit."""
         depth, new_tokens = min(self.num_speculative_tokens, state.tokens_left), state.new_tokens
         layered = self.cache is not None

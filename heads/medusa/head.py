@@ -102,8 +102,7 @@ class MedusaDrafter(HeadDrafter):
     name = "medusa"
     head: MedusaHead
 
-    @torch.no_grad()
-    def propose(self, state: DecodeState) -> Draft:
+    def make(self, state: DecodeState) -> Draft:
         """Draft at most as many tokens as a row may still emit."""
         depth = min(self.num_speculative_tokens, state.tokens_left)
         last_BH = state.new_tokens.at_last(state.new_tokens.last_BnD)

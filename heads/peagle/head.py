@@ -165,8 +165,7 @@ class PEagleDrafter(EagleDrafter):
         """Return the most entries behind the cached ones: mask entries and as many of padding."""
         return 2 * self.num_speculative_tokens
 
-    @torch.no_grad()
-    def propose(self, state: DecodeState) -> Draft:
+    def make(self, state: DecodeState) -> Draft:
         """Run the new tokens and the mask entries, and draft at most as many tokens as a row may still emit."""
         depth, new_tokens = min(self.num_speculative_tokens, state.tokens_left), state.new_tokens
         out_BnH = self.read(new_tokens, state.length_B, state.longest_before, more=depth - 1)

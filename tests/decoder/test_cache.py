@@ -228,8 +228,8 @@ def test_every_other_length_derives_from_the_targets_cache(rows: int) -> None:
 
 
 def test_the_three_writers_alone_write_lengths() -> None:
-    """`append`, `commit` and `rollback`; the constructor and `restart` make them, and `select` permutes them. No other file knows the
-    attribute, whose property cannot be set."""
+    """`append`, `commit` and `rollback`, and `resume` what these counted in a graph; the constructor and `restart` make them, and `select`
+    permutes them. No other file knows the attribute, whose property cannot be set."""
     with pytest.raises(AttributeError):
         KVCache(SHAPES, 2, 8).lengths_B = torch.zeros(2)
     rooms = ("data", "heads", "train", "eval", "scripts", "draftsmith")
@@ -243,4 +243,4 @@ def test_the_three_writers_alone_write_lengths() -> None:
     writing = {
         one.split("(")[0] for one in methods if re.search(r"\._lengths_B( *(\[.*\] *)?[-+*/]?=[^=]|\.\w+_\()", one)
     }
-    assert writing == {"__init__", "restart", "append", "commit", "rollback", "select"}
+    assert writing == {"__init__", "restart", "append", "commit", "rollback", "resume", "select"}

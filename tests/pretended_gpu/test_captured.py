@@ -18,8 +18,10 @@ from draftsmith.decoder.draft import Draft, TargetAlone
 from draftsmith.decoder.graphs import Graphs
 from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.sampling import Noise, Sampling
+from draftsmith.decoder.trees import DynamicTree, StaticTree
+from draftsmith.heads.registry import methods
 from draftsmith.target.target import Target, TargetOutput
-from tests.gpu.support import make_target
+from tests.gpu.support import make_head, make_target
 from tests.pretended_gpu.cuda import pretended_gpu
 from tests.pretended_gpu.graphs import Graph
 
@@ -141,6 +143,39 @@ def test_every_length_has_the_same_operations_on_the_same_memory(
         assert not [
             one for one in first if one[0] in ("clone", "repeat_interleave", "expand") and str(keys) in str(one)
         ]
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle3": {},
+    "peagle": {},
+    "hydra": {},
+    "medusa": {},
+    "dflash": {},
+    "eagle3, a tree": {"tree": StaticTree.of("few", [[0], [1], [0, 0]])},
+    "eagle3, a beam": {"tree": DynamicTree(2, 2, 5)},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "eagle3" else pytest.mark.slow) for n in DRAFTERS])
+def test_every_length_has_the_same_rounds(gpu: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft, pass and verdict behind 20, 37 and 300 tokens."""
+    target = make_target(dtype=torch.bfloat16, max_position_embeddings=512)
+    method, options = name.split(",")[0], DRAFTERS[name]
+    head = make_head(target, method).to(target.dtype).eval()
+    drafter = methods()[method].make_drafter(head, 2, **options)
+    asked = [Request(str(n), "", tuple(3 + i % 150 for i in range(n)), 7, n, ignore_eos=True) for n in (20, 37, 300)]
+    found = recorded(gpu, monkeypatch)
+    for module in ("decoder.captured", "decoder.slots", "heads.drafters"):
+        monkeypatch.setattr(
+            f"draftsmith.{module}.BUCKET", 512
+        )  # under a mask only lengths up to the same multiple are alike
+    answers = decode_batch(target, drafter, asked, Sampling(1.0), rows=1).generations
+    rounds = sum(len(answer.rounds) for answer in answers)
+    for what in ("drafts", "the target's passes", "verdicts"):
+        runs = {key: lists for key, lists in found.items() if key[0] == what}
+        assert sum(map(len, runs.values())) == rounds, "all work of a round is captured"
+        assert all(one == lists[0] for lists in runs.values() for one in lists)
+        assert max(map(len, runs.values())) >= 3, "graphs that all three lengths share"
 
 
 def test_a_layer_takes_few_kernels(gpu: Any) -> None:

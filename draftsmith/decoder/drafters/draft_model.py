@@ -7,11 +7,16 @@ Shapes: B rows, b admitted rows, n tokens read at once, L tokens of a text, R su
 D hidden, W ids of the distribution, V target vocab.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from draftsmith.decoder.cache import KVCache
+from draftsmith.decoder.cache import KVCache, with_room
+from draftsmith.decoder.captured import make_draft
 from draftsmith.decoder.draft import DecodeState, Draft, Prompts, numbers
+from draftsmith.decoder.graphs import Graphs
 from draftsmith.decoder.growth import chain_token_by_token
 from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.passes import run_draft
@@ -28,8 +33,9 @@ class DraftModel:
 
     name = "draft model"
     layer_ids: tuple[int, ...] = ()
-    cache: KVCache
+    cache: Any = None
     """Keys and values of the batch at work, from `start` on."""
+    _graphs: Graphs
     _length = 0
     """Tokens of the last draft, where no rule ended it: the last of so many is not in the cache."""
 
@@ -54,7 +60,13 @@ class DraftModel:
         """Allocate the cache. Raises UserError where the texts do not fit the draft model's context."""
         capacity += self.num_speculative_tokens
         check_context(f"draft model {self.model.path}", self.model.context_length, capacity)
-        self.cache, self._length = KVCache.for_target(self.model, rows, capacity), 0
+        self._length = 0
+        if self.cache is None or not self.cache.restarted(rows, capacity):
+            self.cache, model = None, self.model
+            with torch.inference_mode(False):  # so that a graph may write to it
+                self.cache = KVCache.for_target(model, rows, with_room(capacity, rows, model.device))
+            most, captures = rows * self.max_nodes, model.plain_pass is not None and self.rule is None
+            self._graphs = Graphs(model.device, model.dtype, "drafts", most, captures=captures, exact=False)
 
     def admit(self, prompts: Prompts) -> None:
         """Read the prompts; their first emitted tokens are read with the rows' next proposal."""
@@ -69,35 +81,37 @@ class DraftModel:
     @torch.no_grad()
     def propose(self, state: DecodeState) -> Draft:
         """Read the tokens that the cache lacks, then draft at most K tokens, and no more than a row may still emit."""
-        length = min(self.num_speculative_tokens, state.tokens_left)
+        length, ahead = min(self.num_speculative_tokens, state.tokens_left), self.num_speculative_tokens
+        # The whole last draft was accepted somewhere, or nowhere: there are as many new tokens as the row with the most has.
+        most = 2 if state.new_tokens.tokens_Bn.shape[1] > self._length > 0 else 1
+        self._length = length
+        make = partial(self._make, length=length, most=most)
+        return make_draft(self._graphs, make, state, self.cache, length, ahead, most)
 
+    def _make(self, state: DecodeState, length: int, most: int) -> Draft:
         def next_logits(k: int, tokens_B: Tensor) -> Tensor:
             if k == 0:
-                last_BD = self._read(state)
+                last_BD = self._read(state, most)
             else:
                 last_BD = self._pass(tokens_B[:, None], state.longest + k)[:, 0]
                 self.cache.append(1)
             return self.model.head.logits(last_BD)[:, : self.width]
 
-        draft = chain_token_by_token(
+        return chain_token_by_token(
             state, length, next_logits, greedy=self.greedy_drafts, vocab_W=self.vocab_W, rule=self.rule
         )
-        self._length = length
-        return draft
 
-    def _read(self, state: DecodeState) -> Tensor:
+    def _read(self, state: DecodeState, most: int) -> Tensor:
         """Read the tokens up to the root; return the state [B, D] at the root.
 
         Accepted draft tokens are in the cache already, except for the last one of a draft that was accepted whole;
-        rejected ones are rolled back. So every row lacks the root and at most one token before it.
+        rejected ones are rolled back. So every row lacks the root and at most one token before it. most: what any row lacks.
         """
         cache, new_tokens = self.cache, state.new_tokens
         # A finished row may be longer than the capacity; its drafts are ignored.
         length_B = state.length_B.clamp(max=cache.capacity - self.num_speculative_tokens - 1)
         cache.rollback(length_B)
         lacks_B = length_B + 1 - cache.lengths_B
-        # The whole draft was accepted somewhere, or nowhere: there are as many new tokens as the row with the most has.
-        most = 2 if new_tokens.tokens_Bn.shape[1] > self._length > 0 else 1
         step_n = numbers(0, most, lacks_B.device)
         # New tokens end with the root.
         index_Bn = ((new_tokens.count_B - lacks_B)[:, None] + step_n).clamp(0, new_tokens.tokens_Bn.shape[1] - 1)

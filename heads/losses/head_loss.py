@@ -254,7 +254,8 @@ class _RowTerms:
             else:
                 figures = [loss_R, choice.correct_R, choice.acceptance_R, *weights_R, correct_R, choice.recalled_R]
             step_RS = piece.of_steps(piece.plan.places_SS)
-            figures_FR = torch.stack(figures, out=step_RS.new_empty(len(figures), len(step_RS)))
+            into_FR = loss_R.new_empty(len(figures), len(loss_R), dtype=step_RS.dtype)
+            figures_FR = torch.stack(figures, out=into_FR)
         return total, figures_FR @ step_RS
 
     def _restarted(self, piece: Piece, trained_R: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ def acceptance(own: Namespace, words: list[str]) -> int:
     put(_facts(words[0], told))
     for one in LEDGER:
         value = one.of(told.counts)
-        numbers = "not told" if value is None else " ".join(f"{n:.3f}" for n in _many(value))
+        many = value if isinstance(value, tuple) else (value,)
+        numbers = "not told" if value is None else " ".join(f"{number:.3f}" for number in many)
         put(f"  {one.what:<48}{numbers}{_ends(one.interval(told.answers))}")
         put(fill(one.names, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
     for line in (told.note, measures and _beside(told, *measures)):
@@ -51,10 +52,6 @@ def _facts(where: str, told: Told) -> str:
         return f"{where}: {told.engine}, from rounded figures"
     drafted = "" if counts.drafted is None else f", {counts.drafted:,.0f} tokens drafted"
     return f"{where}: {answers} of {told.engine}, {counts.rounds:,.0f} rounds{drafted}, {counts.accepted:,.0f} accepted"
-
-
-def _many(value: float | tuple[float, ...]) -> tuple[float, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def _ends(interval: Interval | None) -> str:

@@ -5,9 +5,10 @@ and shows no more than a few words of what a server says.
 """
 
 import json
+import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead
@@ -26,6 +27,8 @@ MOST_LINES = 100_000
 SHORT, LONGEST, WHOLE = 30, 600, 3600
 """Seconds within which a server has said what it serves, and has answered; within which it goes on with an answer that it sends in
 lines, and has sent all of it."""
+_SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)", re.MULTILINE)
+"""A line of /metrics: name, labels, value."""
 _REMEDY = "name the address of vLLM or of llama-server itself"
 
 
@@ -87,6 +90,22 @@ class ModelServer:
         if not isinstance(value, dict):
             raise UserError(f"{self.url}: {what} is no JSON object: {_REMEDY}.")
         return value
+
+    def counters(self, page: str, names: Collection[str]) -> dict[str, dict[str, float]]:
+        """Return what a page of /metrics says of `names`, by labels. Raises UserError for a value that is no number."""
+        found: dict[str, dict[str, float]] = {name: {} for name in names}
+        for name, labels, text in _SAMPLE.findall(page):
+            if name in found:
+                try:
+                    number = float(text)
+                except ValueError:
+                    number = math.nan
+                found[name][labels] = found[name].get(labels, 0.0) + number
+                if not math.isfinite(found[name][labels]):
+                    raise UserError(
+                        f"{self.url} counts {one_line(text, 40)} at /metrics as {name}, which is no number: start it again."
+                    )
+        return found
 
     def version(self, path: str, key: str, absent: Sequence[int] = ()) -> str | None:
         """Return how the server names its version under `key` of the object at `path`; None where its status is one of `absent`."""

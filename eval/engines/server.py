@@ -5,8 +5,6 @@ llama.cpp of the sdist llama-cpp-python 0.3.36. K: num_speculative_tokens.
 """
 
 import json
-import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,7 @@ from itertools import count, pairwise
 from threading import Barrier
 from typing import Any, NoReturn
 
-from draftsmith.errors import UserError, one_line
+from draftsmith.errors import UserError
 from draftsmith.foreign.server import ModelServer
 
 VLLM, LLAMA_CPP = "vLLM", "llama.cpp"
@@ -27,8 +25,6 @@ _BUSY = {
     VLLM: ("num_requests_running", "num_requests_waiting"),
     LLAMA_CPP: ("requests_processing", "requests_deferred"),
 }
-_SAMPLE = re.compile(r"^([\w:]+)(?:\{.*\})? (\S+)", re.MULTILINE)
-"""A line of /metrics: name, labels, value."""
 _ANSWERS = "/v1/completions"
 _SETTLES = 10.0
 """Seconds within which counters show what was answered."""
@@ -193,18 +189,9 @@ class MeasuredServer(ModelServer):
         """Read the counters, those of several engines in one server together. Raises UserError for one that is no number."""
         prefix = _PREFIXES[self._engine]
         names = (_GENERATED[self._engine], _DRAFTS, _DRAFTED, *_BUSY[self._engine])
-        counts = dict.fromkeys((f"{prefix}:{name}" for name in names), 0.0)
-        for name, value in _SAMPLE.findall(self.get("/metrics").decode("utf-8", "replace")):
-            if name in counts:
-                try:
-                    counts[name] += float(value)
-                except ValueError:
-                    counts[name] = math.nan
-                if not math.isfinite(counts[name]):
-                    raise UserError(
-                        f"{self.url} counts {one_line(value, 40)} at /metrics as {name}, which is no number: start it again."
-                    )
-        generated, rounds, drafted, *requests = counts.values()
+        page = self.get("/metrics").decode("utf-8", "replace")
+        found = self.counters(page, [f"{prefix}:{name}" for name in names])
+        generated, rounds, drafted, *requests = (sum(by_labels.values()) for by_labels in found.values())
         return _Counters(generated, rounds, drafted, sum(requests))
 
     def _busy(self, what: str) -> NoReturn:

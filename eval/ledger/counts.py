@@ -1,9 +1,9 @@
 """What engines and papers call acceptance, from one set of counts.
 
 They count the same rounds and differ in three things: whether the bonus token belongs to a round's length, what the tokens are divided
-by, and whether a position's share is of all rounds or of those that reached it. The names were read in the sources of vLLM 0.32
-(v1/spec_decode/metrics.py), SGLang 0.5 (its scheduler's and tokenizer manager's metrics), TensorRT-LLM 1.2 (iteration statistics, and the
-statistics of an answer), llama.cpp (server-context.cpp), EAGLE (n-alpha, section 4 of Li et al., 2024) and Spec-Bench (evaluation/speed.py).
+by, and whether a position's share is of all rounds or of those that reached it. The names were read in the code of vLLM (v1/spec_decode/metrics.py), SGLang (its scheduler and tokenizer manager), TensorRT-LLM (iteration statistics; those of an
+answer in the client that reads them, aiperf), llama.cpp (server-context.cpp) and Spec-Bench (evaluation/speed.py); n-alpha is EAGLE's (Li et
+al., 2024).
 """
 
 from collections.abc import Callable, Sequence

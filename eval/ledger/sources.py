@@ -16,8 +16,10 @@ from draftsmith.foreign.server import ModelServer
 from draftsmith.foreign.text import parse_json, read_text
 
 VLLM, SGLANG, TENSORRT, LLAMA, BENCH = "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "Spec-Bench"
-_PER_ANSWER = "--per-request-spec-decode-metrics summary of `vllm serve` (--per-request-spec-decode-stats in earlier versions), off by default"
+_PER_ANSWER = "--per-request-spec-decode-metrics summary of `vllm serve` (--per-request-spec-decode-stats in other versions), off by default"
 _MOST_TOKENS = 2**40
+_LONGEST = 2**13
+"""Tokens of the longest draft."""
 _REMEDY = "give an engine's log, its answers as JSON, or the address of its server"
 
 
@@ -67,7 +69,8 @@ def _of_record(record: Any, where: str) -> Iterator[tuple[str, Counts]]:
     """Yield engine and counts of every answer in a record. Raises UserError for numbers that contradict each other."""
     if not isinstance(record, dict):
         return
-    choices = [one for one in record.get("choices") or () if isinstance(one, dict)]
+    listed, metrics = record.get("choices"), record.get("metrics")
+    choices = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
     alone = len(choices) == 1
     usage = record.get("usage") if alone else None
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
@@ -75,7 +78,7 @@ def _of_record(record: Any, where: str) -> Iterator[tuple[str, Counts]]:
         (TENSORRT, _tensorrt_iteration, record.get("specDecodingStats"), None),
         (LLAMA, _llama, record.get("timings"), None),
         (SGLANG, _sglang, record.get("meta_info"), None),
-        (VLLM, _vllm, (record.get("metrics") or {}).get("speculative_decoding"), tokens),
+        (VLLM, _vllm, metrics.get("speculative_decoding") if isinstance(metrics, dict) else None, tokens),
     ]
     for choice in choices:
         blocks += [
@@ -150,8 +153,8 @@ def _bench(block: dict[str, Any], _tokens: Any) -> Counts | None:
     if lengths is None:
         return None
     accepted = [_number(length) - 1 for length in lengths]
-    if min(accepted, default=0) < 0:
-        raise ValueError("accept_lengths below 1")
+    if accepted and not 0 <= min(accepted) <= max(accepted) <= _LONGEST:
+        raise ValueError(f"accept_lengths below 1 or above {_LONGEST + 1}")
     return Counts.of_rounds(accepted)
 
 
@@ -169,6 +172,8 @@ def _checked(rounds: int, accepted: int, drafted: Any, lengths: Any, tokens: Any
     if lengths:
         pairs = lengths.items() if isinstance(lengths, dict) else enumerate(lengths)
         counted = {int(length): _number(n) for length, n in pairs}
+        if not 0 <= min(counted) <= max(counted) <= _LONGEST:
+            raise ValueError(f"a histogram of lengths below 0 or above {_LONGEST}")
         if (sum(counted.values()), sum(length * n for length, n in counted.items())) != (rounds, accepted):
             raise ValueError(f"a histogram of {sum(counted.values())} rounds beside {rounds}")
         by_length = tuple(float(counted.get(length, 0)) for length in range(max(counted) + 1))
@@ -245,37 +250,37 @@ def _sglang_line(match: re.Match[str]) -> Counts:
     return Counts(running, accepted, accepted / rate if rate else None, rounded=True)
 
 
-_SAMPLE = re.compile(r"^(\w+):(\w+)(?:\{(.*)\})? (\S+)", re.MULTILINE)
 _POSITION = re.compile(r'position="(\d+)"')
+_VLLM_NAMES = tuple(
+    f"vllm:spec_decode_num_{name}_total"
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+)
+_SGLANG_NAMES = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
 
 
 def _server(server: ModelServer) -> Told:
     """Read the counters of a running server, since its start."""
-    text = server.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
-    if text.lstrip().startswith("["):  # TensorRT-LLM's iterations since they were last asked for
-        return _records(text, server.url)
-    counts: dict[str, float] = {}
-    reached: dict[int, float] = {}
-    for engine, name, labels, value in _SAMPLE.findall(text):
-        try:
-            number = float(value)
-        except ValueError:
-            continue
-        counts[f"{engine}:{name}"] = counts.get(f"{engine}:{name}", 0.0) + number
-        if name.startswith("spec_decode_num_accepted_tokens_per_pos") and not name.endswith("_created"):
-            place = int(_POSITION.search(labels)[1]) if _POSITION.search(labels) else 0  # type: ignore[index]
-            reached[place] = reached.get(place, 0.0) + number
-    if rounds := counts.get("vllm:spec_decode_num_drafts_total"):
-        accepted, drafted = (counts[f"vllm:spec_decode_num_{what}_tokens_total"] for what in ("accepted", "draft"))
+    page = server.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
+    if page.lstrip().startswith("["):  # TensorRT-LLM's iterations since they were last asked for
+        return _records(page, server.url)
+    found = server.counters(page, (*_VLLM_NAMES, *_SGLANG_NAMES))
+    drafts, drafted, accepted, by_position = (found[name] for name in _VLLM_NAMES)
+    if sum(drafts.values()) and drafted and accepted:
+        rounds, kept = sum(drafts.values()), sum(accepted.values())
+        reached: dict[int, float] = {}
+        for labels, number in by_position.items():
+            if match := _POSITION.search(labels):
+                reached[int(match[1])] = reached.get(int(match[1]), 0.0) + number
         at = [rounds, *(reached[i] for i in sorted(reached)), 0.0]
-        by_length = tuple(a - b for a, b in pairwise(at)) if sum(at[1:]) == accepted else None
+        by_length = tuple(a - b for a, b in pairwise(at)) if sum(at[1:]) == kept else None
         note = f"Sums since the server started; for each answer start it with {_PER_ANSWER}."
-        return Told(VLLM, Counts(rounds, accepted, drafted, by_length), (), note)
-    if (length := counts.get("sglang:spec_accept_length")) and length >= 1:
-        rate = counts.get("sglang:spec_accept_rate") or 0.0
+        return Told(VLLM, Counts(rounds, kept, sum(drafted.values()), by_length), (), note)
+    lengths, rates = (list(found[name].values()) for name in _SGLANG_NAMES)
+    if lengths and lengths[0] >= 1:
+        rate = rates[0] if rates else 0.0
         note = "Gauges of SGLang's last moments, not counts: keep the answers' meta_info for these."
-        counts_now = Counts(1.0, length - 1, (length - 1) / rate if rate else None, rounded=True)
-        return Told(SGLANG, counts_now, (), note)
+        now = Counts(1.0, lengths[0] - 1, (lengths[0] - 1) / rate if rate else None, rounded=True)
+        return Told(SGLANG, now, (), note)
     raise UserError(
         f"{server.url} counts no drafts at /metrics: name one that drafts and has answered; vLLM shows them unless --disable-log-stats, SGLang "
         "with --enable-metrics, TensorRT-LLM with enable_iter_perf_stats; of llama-server give the log or the answers, whose timings tell."

@@ -225,6 +225,21 @@ def test_a_running_server_is_asked_for_its_counters(
         assert told.counts.by_length == (4, 5, 3)
 
 
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("vllm:spec_decode_num_drafts_total 3.0\n", "counts no drafts"),
+        (PAGE.replace(" 11.0", " NaN"), "counts NaN at /metrics"),
+    ],
+)
+def test_counters_that_are_missing_or_no_numbers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, page: str, words: str
+) -> None:
+    monkeypatch.setattr(Engine, "page", lambda _: page)
+    with serving(Engine(), 0) as url, pytest.raises(UserError, match=words):
+        read_source(url)
+
+
 def test_a_server_without_drafts_and_one_without_counters_are_named() -> None:
     for engine in (Engine(), Engine("llama.cpp", 3), Engine(metrics=False)):
         with serving(engine, 0) as url, pytest.raises(UserError, match="counts no drafts at /metrics"):
@@ -243,6 +258,9 @@ def test_a_server_without_drafts_and_one_without_counters_are_named() -> None:
         (lines([llama([1, 2])]).replace('"predicted_n": 6', '"predicted_n": 3'), "do not belong together"),
         (lines([sglang([1], NAMES[0])]).replace("num_proposed", "num_other"), "do not belong together"),
         (lines([bench([1])]).replace("[2]", "[0]"), "do not belong together"),
+        (lines([bench([1])]).replace("[2]", "[99999999]"), "do not belong together"),
+        (lines([vllm([1])]).replace('"1": 1', '"1": 1, "99999999": 0'), "do not belong together"),
+        ('{"choices": 3, "metrics": [1]}', "tells of no drafts"),
         ('{"a": 1}\n{"b": \n', "JSON"),
     ],
 )

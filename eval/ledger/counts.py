@@ -1,9 +1,9 @@
 """What engines and papers call acceptance, from one set of counts.
 
 They count the same rounds and differ in three things: whether the bonus token belongs to a round's length, what the tokens are divided
-by, and whether a position's share is of all rounds or of those that reached it. The names were read in the code of vLLM (v1/spec_decode/metrics.py), SGLang (its scheduler and tokenizer manager), TensorRT-LLM (iteration statistics; those of an
-answer in the client that reads them, aiperf), llama.cpp (server-context.cpp) and Spec-Bench (evaluation/speed.py); n-alpha is EAGLE's (Li et
-al., 2024).
+by, and whether a position's share is of all rounds or of those that reached it. The names were read in the code of vLLM
+(v1/spec_decode/metrics.py), SGLang (its scheduler and tokenizer manager), TensorRT-LLM (iteration statistics; those of an answer in the
+client that reads them, aiperf), llama.cpp (server-context.cpp) and Spec-Bench (evaluation/speed.py); n-alpha is EAGLE's (Li et al., 2024).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Reading counts of acceptance out of what engines write: answers and their statistics (JSON), logs, and /metrics of a running server.
 
-The shapes were read in the sources that counts.py names. An unknown one is refused, never guessed.
+The shapes were read in the code that counts.py names. An unknown one is refused, never guessed.
 """
 
 import re

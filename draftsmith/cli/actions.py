@@ -12,6 +12,7 @@ from draftsmith.cli import launching
 from draftsmith.cli.boundary import put
 from draftsmith.cli.commands import COMMANDS, REDO
 from draftsmith.cli.gating import Gate, judge_comparison, read_gate, result_pairs
+from draftsmith.cli.served import ONLY_SERVED, evaluate_served
 from draftsmith.data.conversations.show import show_conversation
 from draftsmith.errors import UserError
 from draftsmith.estimate import estimate as estimating
@@ -132,7 +133,11 @@ def _judge(gate: Gate, results: list[Path], launch: launching.Launch | None) -> 
 
 
 def evaluate(own: Namespace, words: list[str]) -> int:
-    """Measure the head, in comparison with the target alone."""
+    """Measure the head, in comparison with the target alone, or running servers."""
+    if own.url:
+        return evaluate_served(own, words)
+    if wrong := next((name for name in ONLY_SERVED if getattr(own, name)), None):
+        raise UserError(f"--{wrong} is for running servers: name them with --url, or leave it out.")
     gate, made, decode = read_gate(own), "evaluate --no-decode" if own.no_decode else "evaluate", not own.no_decode
     session = _session("evaluate", words, own.redo, own.head, made)
     if launch := launching.check_launching(session, own.launch, "evaluate"):

@@ -181,6 +181,56 @@ _ACCEPTANCE = (
     Option("--report", "FILE", "The result.json of an evaluation, whose tau stands beside.", Path),
     Option("--drafter", "NAME", "That drafter of it; its first if left out.", text),
 )
+_seconds = number("a number of seconds above 0 and at most 86400", lambda value: 0 < value <= 86400)
+_SERVED = (
+    Option(
+        "--url",
+        "URL",
+        "Measure a running server that speaks OpenAI's chats, http://HOST:PORT: first the target alone, then each that drafts; they answer the "
+        "recipe's prompts in turns (without a recipe give --evaluate.prompts), evaluate.plan_batches of them at once.",
+        text,
+        many=True,
+    ),
+    Option("--model", "NAME", "What the servers call the target, where that is not its own name.", text, many=True),
+    Option(
+        "--report",
+        "FILE",
+        "The result.json of an evaluation: from its tau the speedup is predicted, and its page shows both.",
+        Path,
+    ),
+    Option(
+        "--costs",
+        "FILE",
+        "What the speedup is predicted from: a table of `draftsmith costs --server`, or the result.json of --injected.",
+        Path,
+    ),
+    Option(
+        "--injected",
+        None,
+        "The servers accept by rates of `draftsmith what-if`: every answer goes on to its last token.",
+    ),
+    Option("--seconds", "N", "Of servers: end after so many seconds (600 if left out).", _seconds, 600.0),
+    Option("--request-seconds", "N", "Of servers: give a request up after so many (60 if left out).", _seconds, 60.0),
+    Option("--output", "FOLDER", "Of servers: the folder of result.json and report; served if left out.", Path),
+)
+_WHAT_IF = (
+    Option(
+        "--tau",
+        "TAU",
+        "The accepted length of a head that is not there yet, once for each.",
+        number("a tau of at least 1", lambda value: 1 <= value <= 2**13),
+        many=True,
+    ),
+    Option("--draft-length", "K", "Tokens that a round drafts.", whole_number("a number of tokens, at least 1", 64), 5),
+    Option("--report", "FILE", "A result.json: take the acceptance of its positions, bent to the wanted tau.", Path),
+    Option("--drafter", "NAME", "That drafter of it; its first if left out.", text),
+    Option(
+        "--costs",
+        "FILE",
+        "Also predict the speedup: a table of `draftsmith costs`, or a result of `evaluate --url`.",
+        Path,
+    ),
+)
 _COUNT = Option("--count", "N", "How many conversations.", whole_number("a number of conversations, at least 1"), 3)
 _PLAN = (
     Option(
@@ -223,8 +273,8 @@ COMMANDS: dict[str, Command] = {
     "extract": Command("store the target's hidden states (--launch: in several processes)", (REDO, _LAUNCH)),
     "train": Command("train the head (--launch: in several processes)", (REDO, _LAUNCH)),
     "evaluate": Command(
-        "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only)",
-        (Option("--no-decode", None, "Simulate only."), _HEAD, REDO, _LAUNCH, *_GATE),
+        "decode and simulate: tau, speedup and losslessness (--no-decode: simulate only; --url: running servers)",
+        (Option("--no-decode", None, "Simulate only."), _HEAD, REDO, _LAUNCH, *_GATE, *_SERVED),
     ),
     "chat": Command(
         "talk with the target while a head drafts: accepted tokens in colour, tau and speedup of every answer",
@@ -258,6 +308,12 @@ COMMANDS: dict[str, Command] = {
         "ledger:acceptance",
         takes_recipe=False,
         words="FILE_OR_URL ",
+    ),
+    "what-if": Command(
+        "what a better head would bring on your server: how engines are started that accept as it would, to be timed with evaluate --url",
+        _WHAT_IF,
+        "served:what_if",
+        takes_recipe=False,
     ),
     "import": Command(
         "take the MTP layer out of the target's own files as a head, and measure which of the target's states it reads",

@@ -69,10 +69,10 @@ class ModelServer:
             text = self._whole(reply, path)
         return self.parse(text, path)
 
-    def stream(self, path: str, body: bytes) -> Iterator[bytes]:
-        """Yield the lines that the server answers to `body`, which is JSON, as they come."""
+    def stream(self, path: str, body: bytes, seconds: float | None = None) -> Iterator[bytes]:
+        """Yield the lines that the server answers to `body`, which is JSON, as they come. seconds: within which it has sent all, WHOLE if left out."""
         room = MOST_BYTES
-        with self._reply(path, WHOLE, body) as reply:
+        with self._reply(path, seconds or WHOLE, body) as reply:
             for _ in range(MOST_LINES):
                 if not (line := reply.readline(room + 1)):
                     _check_whole(reply)
@@ -113,18 +113,18 @@ class ModelServer:
         return one_line(str(self.parse(text, path).get(key)), 40) if text else None
 
     def find_model(self, names: Sequence[str], remedy: str) -> str:
-        """Return by which of its names the server is asked for the model called one of `names`. remedy: how the user names a model
-        that is served under another one."""
+        """Return by which of its names the server is asked for the model called one of `names`, for its first where there are none.
+        remedy: how the user names a model that is served under another one."""
         cards = self.ask("/v1/models").get("data")
         served: dict[str, str] = {}  # by the last part of a name, or of the path that the model was loaded from
         for card in cards if isinstance(cards, list) else ():
             if isinstance(card, dict) and isinstance(own := card.get("id"), str):
                 served |= {_last(name): own for name in (card.get("root"), own) if isinstance(name, str)}
-        known_as = next((served[_last(name)] for name in names if _last(name) in served), None)
+        known_as = next((served[_last(name)] for name in names or served if _last(name) in served), None)
         if known_as is None:
             serves = ", ".join(dict.fromkeys(one_line(name, 90) for name in list(served.values())[:5]))
             raise UserError(
-                f"{self.url} serves {serves or 'no model'}{', ...' if len(served) > 5 else ''}, not {' or '.join(names)}: start it with the recipe's target; where that is the "
+                f"{self.url} serves {serves or 'no model'}{', ...' if len(served) > 5 else ''}, not {' or '.join(names) or 'one'}: start it with the recipe's target; where that is the "
                 f"same model under another name, {remedy}."
             )
         return known_as

@@ -45,6 +45,14 @@ class Counts:
             self.rounded or other.rounded,
         )
 
+    def since(self, before: "Counts") -> "Counts":
+        """Return what was counted after `before`, of counters that go up alone."""
+        drafted = None if self.drafted is None or before.drafted is None else self.drafted - before.drafted
+        fewer = before.by_length and tuple(-n for n in before.by_length)
+        return Counts(
+            self.rounds - before.rounds, self.accepted - before.accepted, drafted, _summed(self.by_length, fewer)
+        )
+
     @property
     def tau(self) -> float | None:
         """Tokens of a round, its bonus token included."""

@@ -6,7 +6,7 @@ The shapes were read in the code that counts.py names. An unknown one is refused
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class Told:
 def read_source(where: str) -> Told:
     """Return what a file or the server at an address tells. Raises UserError for an engine or a shape that is not known."""
     if where.startswith(("http://", "https://")):
-        return _server(ModelServer(where, "the address"))
+        return read_server(ModelServer(where, "the address"))
     text = read_text(Path(where), _REMEDY)
     return _records(text, where) if text.lstrip()[:1] in ("{", "[") else _log(text, where)
 
@@ -63,6 +63,11 @@ def _records(text: str, where: str) -> Told:
     counts = tuple(one for _, one in found)
     iterations = any("specDecodingStats" in record for record in records if isinstance(record, dict))
     return Told(engines.pop(), _sum(counts), () if iterations else counts)
+
+
+def read_answer(record: Any, where: str) -> Counts | None:
+    """Return what an answer, or a chunk of one, tells of its drafts. Raises UserError for numbers that contradict each other."""
+    return next((counts for _, counts in _of_record(record, where)), None)
 
 
 def _of_record(record: Any, where: str) -> Iterator[tuple[str, Counts]]:
@@ -251,21 +256,26 @@ def _sglang_line(match: re.Match[str]) -> Counts:
 
 
 _POSITION = re.compile(r'position="(\d+)"')
-_VLLM_NAMES = tuple(
-    f"vllm:spec_decode_num_{name}_total"
-    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
-)
+_COUNTERS = {
+    engine: tuple(
+        f"{prefix}:spec_decode_num_{name}_total"
+        for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+    )
+    for engine, prefix in ((VLLM, "vllm"), (LLAMA, "llamacpp"))
+}
 _SGLANG_NAMES = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
 
 
-def _server(server: ModelServer) -> Told:
-    """Read the counters of a running server, since its start."""
+def read_server(server: ModelServer) -> Told:
+    """Return what the counters of a running server tell, since its start. Raises UserError where it counts no drafts."""
     page = server.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
     if page.lstrip().startswith("["):  # TensorRT-LLM's iterations since they were last asked for
         return _records(page, server.url)
-    found = server.counters(page, (*_VLLM_NAMES, *_SGLANG_NAMES))
-    drafts, drafted, accepted, by_position = (found[name] for name in _VLLM_NAMES)
-    if sum(drafts.values()) and drafted and accepted:
+    found = server.counters(page, (*chain.from_iterable(_COUNTERS.values()), *_SGLANG_NAMES))
+    for engine, names in _COUNTERS.items():
+        drafts, drafted, accepted, by_position = (found[name] for name in names)
+        if not (sum(drafts.values()) and drafted and accepted):
+            continue
         rounds, kept = sum(drafts.values()), sum(accepted.values())
         reached: dict[int, float] = {}
         for labels, number in by_position.items():
@@ -273,8 +283,15 @@ def _server(server: ModelServer) -> Told:
                 reached[int(match[1])] = reached.get(int(match[1]), 0.0) + number
         at = [rounds, *(reached[i] for i in sorted(reached)), 0.0]
         by_length = tuple(a - b for a, b in pairwise(at)) if sum(at[1:]) == kept else None
-        note = f"Sums since the server started; for each answer start it with {_PER_ANSWER}."
-        return Told(VLLM, Counts(rounds, kept, sum(drafted.values()), by_length), (), note)
+        more = (
+            f"for each answer start it with {_PER_ANSWER}" if engine == VLLM else "every answer's timings tell its own"
+        )
+        return Told(
+            engine,
+            Counts(rounds, kept, sum(drafted.values()), by_length),
+            (),
+            f"Sums since the server started; {more}.",
+        )
     lengths, rates = (list(found[name].values()) for name in _SGLANG_NAMES)
     if lengths and lengths[0] >= 1:
         rate = rates[0] if rates else 0.0
@@ -283,5 +300,5 @@ def _server(server: ModelServer) -> Told:
         return Told(SGLANG, now, (), note)
     raise UserError(
         f"{server.url} counts no drafts at /metrics: name one that drafts and has answered; vLLM shows them unless --disable-log-stats, SGLang "
-        "with --enable-metrics, TensorRT-LLM with enable_iter_perf_stats; of llama-server give the log or the answers, whose timings tell."
+        "with --enable-metrics, TensorRT-LLM with enable_iter_perf_stats, llama-server with --metrics; its log and its answers' timings tell too."
     )

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from draftsmith.decoder.answers import Decoded, Generation, Tally, total
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.clocks.turns import Repeats, Turns
@@ -149,8 +147,8 @@ def _speeds(repeats: Repeats, baseline: Repeats, generate: Repeats) -> dict[str,
         fields[f"ttft{middle}_s"] = median(g.ttft_s for d in of for g in d.generations)
         # In a batch a request's own end is not on the clock.
         single = all(len(d.generations) == 1 for d in of)
-        fields[f"latency{middle}_s"] = _percentiles([sum(d.seconds.values()) for d in of]) if single else None
-        fields[f"token_wait{middle}_s"] = _percentiles([wait for d in of for g in d.generations for wait in g.waits])
+        fields[f"latency{middle}_s"] = Percentiles.of([sum(d.seconds.values()) for d in of]) if single else None
+        fields[f"token_wait{middle}_s"] = Percentiles.of([wait for d in of for g in d.generations for wait in g.waits])
         peaks = [d.peak_bytes for d in of if d.peak_bytes is not None]
         fields[f"peak_memory{middle}_bytes"] = max(peaks, default=None)
     return {**fields, "ms_per_round": ms_per_round(groups)}
@@ -220,10 +218,6 @@ def ms_per_round(groups: Sequence[Decoded]) -> MsPerRound | None:
     if not passes:
         return None
     return MsPerRound(**{part: 1000 * sum(d.seconds[part] for d in groups) / passes for part in _DECODE_PARTS})
-
-
-def _percentiles(values: Sequence[float]) -> Percentiles | None:
-    return Percentiles(*map(float, np.percentile(values, (50, 95)))) if values else None
 
 
 def _sweep(system: SystemUnderTest, texts: Sequence[Text], costs: Costs | None) -> tuple[SweepPoint, ...]:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from draftsmith.errors import UserError, one_line, printable
 from draftsmith.eval.planner.decision import Decision
-from draftsmith.eval.report import analysis, appendix, losslessness, summary
+from draftsmith.eval.report import analysis, appendix, losslessness, served, summary
 from draftsmith.eval.report import decision as decisions
 from draftsmith.eval.report.cells import number, significant, times
 from draftsmith.eval.report.page_model import OVERALL, Sample, Table, View, view_of
@@ -32,6 +32,7 @@ from draftsmith.storage import write_text
 _SECTIONS = (
     summary.headline,
     decisions.section,
+    served.section,
     analysis.positions,
     analysis.context,
     analysis.sweep,
@@ -138,7 +139,7 @@ def _render(template: str, results: Sequence[Result], decision: Decision | None,
         "banner": decisions.banner(view),
         "evidence": losslessness.evidence(view),
         "sections": [section for section in sections if not section.empty],
-        "missing": [(section.title, section.missing) for section in sections if section.empty],
+        "missing": [(section.title, section.missing) for section in sections if section.empty and section.missing],
         "script": script,
         # Nothing but this very script may run, and nothing may be loaded, whatever else gets into the page.
         "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

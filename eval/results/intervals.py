@@ -1,6 +1,7 @@
-"""Means and intervals over prompts."""
+"""Means and intervals over prompts, and percentiles."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
@@ -10,6 +11,19 @@ FEWEST_PROMPTS = 10
 """No interval over prompts is given of fewer: resampling them says little about prompts that are not among them."""
 WITHIN = 0.02
 """The half-width of an interval, as a share of the number, that is worth asking for."""
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Seconds: the median and the 95th percentile, over requests or tokens."""
+
+    p50: float
+    p95: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Percentiles | None":
+        """Return those of some values, None of none."""
+        return cls(*map(float, np.percentile(values, (50, 95)))) if values else None
 
 
 def mean_tau(prompts: Sequence[tuple[float, float]]) -> float | None:

@@ -13,6 +13,8 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.results.conditions import Group, explain_past
+from draftsmith.eval.results.intervals import Percentiles as Percentiles
+from draftsmith.eval.results.served import Served
 from draftsmith.foreign.records import read_current
 from draftsmith.foreign.text import read_json
 from draftsmith.machine import Clocks
@@ -52,14 +54,6 @@ class SweepPoint:
     tau_simulated: float | None = None
     acceptance_rate: float | None = None
     predicted_speedup: float | None = None
-
-
-@dataclass(frozen=True)
-class Percentiles:
-    """Seconds: the median and the 95th percentile, over requests or tokens."""
-
-    p50: float
-    p95: float
 
 
 @dataclass(frozen=True)
@@ -315,7 +309,8 @@ class Result:
     """One evaluation at one sampling setting: the whole result.json.
 
     command: as typed. commit: of the working directory, "-dirty" if modified, null outside git. date: UTC, ISO 8601.
-    recipe: as a plain object. drafters: in the order of the report. supplement: further facts by name, shown at the end.
+    recipe: as a plain object. drafters: in the order of the report. supplement: further facts by name, shown at the end. served: of running
+    servers; a result may be of these alone, without drafters.
     """
 
     command: str
@@ -332,7 +327,8 @@ class Result:
     clocks: Clocks | None = None
     examples: tuple[Example, ...] = ()
     supplement: dict[str, bool | int | float | str | None] = field(default_factory=dict)
-    schema_version: int = 13
+    served: Served | None = None
+    schema_version: int = 14
 
     @property
     def warnings(self) -> list[str]:
@@ -360,6 +356,8 @@ def to_json(result: Result) -> dict[str, Any]:
 def from_json(value: Any, source: str = "result.json") -> Result:
     """Check and build a Result; UserError names the wrong, unknown or missing key, and a version other than this one."""
     again = "give a result.json of an evaluation with this version, or evaluate again"
+    if isinstance(value, dict) and value.get("schema_version") == 13:  # which had no servers
+        value = {**value, "served": None, "schema_version": 14}
     result = read_current(Result, value, source, again)
     for name, drafter in result.drafters.items():
         if "overall" in drafter.slices:

@@ -36,7 +36,8 @@ class Engine:
     once, the others wait. longest: tokens of prompt and answer. others: tokens that it makes for others with every answer. merged: of
     so many rounds one is sent with the next, 0 for none. metrics, usage, versions: whether it shows counters,
     tokens with every chunk, and its version. running, joining: requests of others, from
-    the start on, and from the first answer on. reply: gives status and value of an answer in place of all of these."""
+    the start on, and from the first answer on. reply: gives status and value of an answer in place of all of these. fault: what goes wrong with a chat: "refuses",
+    "stalls", "hangs up", "silent" (no usage), "" nothing."""
 
     kind: str = "vLLM"
     k: int = 0
@@ -53,6 +54,7 @@ class Engine:
     drafted: tuple[int, ...] = ()
     versions: bool = True
     reply: Callable[[dict[str, Any]], tuple[int, Any]] | None = None
+    fault: Callable[[dict[str, Any]], str] | None = None
     asked: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: {"generated": 0, "rounds": 0, "drafted": 0, "accepted": 0})
 
@@ -76,6 +78,7 @@ class Engine:
             lines |= {
                 f"{names['prefix']}spec_decode_num_drafts_total": self.counts["rounds"],
                 f"{names['prefix']}spec_decode_num_draft_tokens_total": self.counts["drafted"],
+                f"{names['prefix']}spec_decode_num_accepted_tokens_total": self.counts["accepted"],
             }
         return "# HELP of counters\n" + "".join(f"{name}{names['labels']} {n:.1f}\n" for name, n in lines.items())
 
@@ -107,34 +110,45 @@ class _Handler(BaseHTTPRequestHandler):
             status, found = engine.reply(asked)
             self._send(status, json.dumps(found))
             return
-        if asked["model"] != "served" or engine.longest <= len(asked["prompt"]):
+        fault = engine.fault(asked) if engine.fault else ""
+        if fault == "refuses":
+            self._send(500, '{"error": "out of memory"}')
+            return
+        prompt = asked["prompt"] if "prompt" in asked else asked["messages"]
+        if asked["model"] != "served" or engine.longest <= len(prompt):
             self._send(400, json.dumps({"error": {"message": "the prompt is longer than max_model_len"}}))
             return
         self.send_response(200)
         self.end_headers()
+        if fault in ("stalls", "hangs up"):
+            self._chunk({"choices": [{"delta": {"content": "a"}}]})
+            self.server.closing.wait(60 if fault == "stalls" else 0)
+            return
         with self.server.slots:
-            self._answer(engine, min(asked["max_tokens"], engine.longest - len(asked["prompt"])))
-        if engine.kind == "vLLM":
+            self._answer(engine, min(asked["max_tokens"], engine.longest - len(prompt)))
+        if fault != "silent" and (engine.kind == "vLLM" or "messages" in asked):
             self._chunk({"choices": [], "usage": {"completion_tokens": asked["max_tokens"]}})
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _answer(self, engine: Engine, tokens: int) -> None:
         rounds = [(1, 0, 0), *engine.rounds(tokens)]
         drafted = accepted = before = 0
+        text = {"text": "a", "delta": {"content": "a"}}
         for place, (known, more, kept) in enumerate(rounds):
             time.sleep(self.server.step)
             drafted, accepted = drafted + more, accepted + kept
             if engine.kind == "llama.cpp":
                 for token in range(before + 1, known + 1):
                     counts = {"draft_n": drafted, "draft_n_accepted": accepted} if drafted else {}
-                    self._chunk({"choices": [{"text": "a"}], "timings": {"predicted_n": token, **counts}})
+                    self._chunk({"choices": [text], "timings": {"predicted_n": token, **counts}})
             elif not engine.merged or not place or place % engine.merged or known == tokens:
-                self._chunk({"choices": [{"text": "a"}], "usage": {"completion_tokens": known}})
+                self._chunk({"choices": [text], "usage": {"completion_tokens": known}})
             before = known
         with self.server.lock:
             engine.counts["generated"] += tokens + engine.others
             engine.counts["rounds"] += len(rounds) - 1 if engine.k else 0
             engine.counts["drafted"] += drafted
+            engine.counts["accepted"] += accepted
             engine.running = max(engine.running, engine.joining)
 
     def _chunk(self, value: dict[str, Any]) -> None:
@@ -154,7 +168,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, engine: Engine, step: float) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.engine, self.step = engine, step
-        self.slots, self.lock = threading.Semaphore(engine.slots), threading.Lock()
+        self.slots, self.lock, self.closing = threading.Semaphore(engine.slots), threading.Lock(), threading.Event()
 
 
 @contextmanager
@@ -165,5 +179,6 @@ def serving(engine: Engine, step: float = 0.0005) -> Iterator[str]:
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
+        server.closing.set()
         server.shutdown()
         server.server_close()

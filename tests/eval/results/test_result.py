@@ -133,7 +133,13 @@ def test_wrong_types_are_named(path: tuple, wrong: Any) -> None:
 NOW = Result.schema_version
 
 
-@pytest.mark.parametrize("version", [NOW - 1, NOW + 1, str(NOW), None])
+def test_results_without_a_part_for_servers_stay_readable() -> None:
+    result = replace(full_result(), served=None)
+    earlier = {key: value for key, value in to_json(result).items() if key != "served"} | {"schema_version": 13}
+    assert from_json(earlier) == result
+
+
+@pytest.mark.parametrize("version", [NOW - 2, NOW + 1, str(NOW), None])
 def test_other_versions_are_refused(version: Any) -> None:
     said = rf"r\.json: 'schema_version' is {version!r} but this draftsmith reads {NOW} alone"
     with pytest.raises(UserError, match=said):

@@ -1,0 +1,226 @@
+"""`draftsmith evaluate --url` and `what-if`: running servers with and without speculation, and how they accept as a better head would."""
+
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as TerminalTable
+
+from draftsmith.cli.boundary import put
+from draftsmith.cli.commands import COMMANDS
+from draftsmith.errors import UserError, did_you_mean
+from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table
+from draftsmith.eval.engines.comparison import make_level, predictor
+from draftsmith.eval.engines.injection import rates_for, start_lines
+from draftsmith.eval.engines.load import Chat, ChatServer, Limits, take_turns
+from draftsmith.eval.report.report import REPORT_MARKS, terminal_cell, write_report
+from draftsmith.eval.report.served import notes_of, tables_of
+from draftsmith.eval.results.result import Result, Settings, TargetInfo, read_result, write_result
+from draftsmith.eval.results.served import Served, ServedAcceptance, ServedServer
+from draftsmith.foreign.text import read_json
+from draftsmith.machine import environment
+from draftsmith.progress import say
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.recipe.schema import Recipe
+from draftsmith.stages.evaluation import conversations_of
+from draftsmith.stages.session import Session
+from draftsmith.storage import check_ours
+
+_MARKS = REPORT_MARKS | {"result.json": r'\A\{\n  "schema_version": .*"drafters": '}
+_HERE = ("no_decode", "head", "redo", "launch", "fail_under", "junit")
+"""Options of evaluate that are for the decoder here."""
+ONLY_SERVED = ("model", "report", "costs", "injected", "output")
+"""Those that are for --url."""
+
+
+def evaluate_served(own: Namespace, words: list[str]) -> int:
+    """Let the servers answer the recipe's prompts in turns; write and print what that comes to."""
+    if wrong := next((name for name in _HERE if getattr(own, name)), None):
+        raise UserError(
+            f"--{wrong.replace('_', '-')} is for the decoder here, and --url measures running servers: leave one of them out."
+        )
+    named = any(word.split("=", 1)[0] in ("--recipe", "--target.path", "--help", "-h") for word in words)
+    command = COMMANDS["evaluate"]
+    recipe = parse_recipe(
+        words if named else ["--target.path", "served", *words], "draftsmith evaluate", command.help, command.options
+    )
+    session = Session(recipe, words=words)
+    chats = list(_chats(session, ignore_end=own.injected))
+    concurrencies = _concurrencies(recipe, len(chats))
+    report = None if own.report is None else read_result(own.report)
+    if report is not None and report.settings.temperature != recipe.evaluate.temperatures[0]:
+        raise UserError(
+            f"--report {own.report} is of temperature {report.settings.temperature:g}, but evaluate.temperatures begins with "
+            f"{recipe.evaluate.temperatures[0]:g}: give the result of that one."
+        )
+    drafter = (
+        None if report is None else report.drafters.get(recipe.method) or next(iter(report.drafters.values()), None)
+    )
+    predict = None if own.costs is None else predictor(_read_costs(own.costs), recipe.method, drafter)
+    folder = own.output or Path("served")
+    for name, mark in _MARKS.items():
+        check_ours("--output", folder / name, mark)
+    servers = list[ChatServer]()
+    for url in own.url:
+        servers.append(
+            ChatServer(url, own.model or ([session.target_path] if named else [one.model for one in servers[:1]]))
+        )
+    tallies = take_turns(
+        servers, chats, concurrencies, recipe.evaluate.repeats, Limits(own.request_seconds, own.seconds)
+    )
+    made = environment()
+    served = Served(
+        servers=tuple(ServedServer(one.url, one.engine, one.model) for one in servers),
+        levels=tuple(make_level(rows, found, predict) for rows, found in tallies.items()),
+        temperature=recipe.evaluate.temperatures[0],
+        max_tokens=max(chat.body["max_tokens"] for chat in chats),
+        prompts=len(chats),
+        repeats=recipe.evaluate.repeats,
+        injected=own.injected,
+        client=made["hardware"],
+        command=shlex.join(["draftsmith", *sys.argv[1:]]),
+        commit=made["commit"],
+        date=made["date"],
+    )
+    result = replace(report or _alone(recipe, servers[0].model, served, made), served=served)
+    write_result(folder / "result.json", result)
+    write_report([result], folder)
+    _print(served)
+    put(folder / "report.html")
+    return 0
+
+
+def _chats(session: Session, *, ignore_end: bool) -> Iterator[Chat]:
+    """Yield the recipe's evaluation prompts as requests."""
+    spec = session.recipe.evaluate
+    if spec.repetition_penalty != 1:
+        raise UserError(
+            "evaluate.repetition_penalty is no option that servers agree on: leave it at 1, or set it where they are started."
+        )
+    standard: dict[str, Any] = {"temperature": spec.temperatures[0]}
+    standard |= {
+        key: value
+        for key, value in (("top_p", spec.top_p), ("top_k", spec.top_k), ("min_p", spec.min_p))
+        if value not in (0, 1)
+    }
+    for one in conversations_of(session):
+        most = spec.max_new_tokens_by_slice.get(one.slice, spec.max_new_tokens)
+        tools = {"tools": list(one.tools)} if one.tools else {}
+        end = {"ignore_eos": True} if ignore_end else {}
+        yield Chat(one.id, {"messages": list(one.prompt()), "max_tokens": most, **standard, **tools, **end})
+
+
+def _concurrencies(recipe: Recipe, prompts: int) -> list[int]:
+    """Return how many requests are asked at once, ascending, no more than there are prompts."""
+    wanted = sorted({*recipe.evaluate.plan_batches, recipe.evaluate.batch})
+    if over := [str(n) for n in wanted if n > prompts]:
+        say(
+            f"warning: there are {prompts} prompts, so {', '.join(over)} at once are left out: give more, or lower evaluate.plan_batches"
+        )
+    return [n for n in wanted if n <= prompts]
+
+
+def _read_costs(path: Path) -> CostTable | Served:
+    """Return a table of costs, or what servers with injected acceptance took. Raises UserError for a file that is neither."""
+    value = read_json(path, "give a table of `draftsmith costs`, or the result.json of `evaluate --url --injected`")
+    if not (isinstance(value, dict) and "drafters" in value):
+        return read_cost_table(path)
+    if (served := read_result(path).served) is None:
+        raise UserError(
+            f"--costs {path} is of no running servers: give a table of `draftsmith costs`, or a result of `evaluate --url`."
+        )
+    return served
+
+
+def _alone(recipe: Recipe, model: str, served: Served, made: dict[str, Any]) -> Result:
+    """Return a result of nothing but servers."""
+    spec = recipe.evaluate
+    settings = Settings(
+        spec.temperatures[0],
+        spec.top_k or None,
+        spec.top_p if spec.top_p < 1 else None,
+        spec.num_speculative_tokens,
+        spec.batch,
+        "as served",
+        recipe.seed,
+        spec.repeats,
+    )
+    return Result(
+        served.command,
+        served.commit,
+        served.date,
+        made["hardware"],
+        made["versions"],
+        None,
+        TargetInfo(model),
+        settings,
+        {},
+    )
+
+
+def _print(served: Served) -> None:
+    """Print the first table and the notes."""
+    first = tables_of(served)[0]
+    table = TerminalTable(title="Running servers, the same prompts in turns", title_justify="left")
+    for name in first.columns[:-3]:
+        table.add_column(name)
+    for row in first.rows:
+        table.add_row(*map(terminal_cell, row.cells[:-3]))
+    Console().print(table)
+    for note in notes_of(served):
+        say(note)
+
+
+def what_if(own: Namespace, words: list[str]) -> int:
+    """Print the rates of hypothetical heads, how engines are started with them, and what costs make of them."""
+    if words:
+        raise UserError(f"what-if takes --tau, --draft-length, --report and --costs, but not {words[0]}.")
+    shape, known = _shape(own)
+    if not own.tau and known is None:
+        raise UserError(
+            "what-if needs the tau of a head that is not there yet: add --tau 2.5, or --report FILE for that of a result."
+        )
+    costs = None if own.costs is None else _read_costs(own.costs)
+    for tau in own.tau or [known]:
+        rates = rates_for(tau, shape)
+        put(
+            f"tau {tau:g}, {len(rates)} drafted tokens; rounds that accept token 1, 2, ...: {' '.join(f'{rate:.3f}' for rate in rates)}"
+        )
+        for engine, line in start_lines(tau, rates).items():
+            put(f"  {engine}: {line}")
+        if costs is not None:
+            predict = predictor(costs, own.drafter or "", None)
+            accepted = ServedAcceptance(1.0, tau, None, float(len(rates)), rates, False)
+            at = costs.batches if isinstance(costs, CostTable) else [level.concurrency for level in costs.levels]
+            found = {rows: told[1] for rows in at if (told := predict(rows, accepted))}
+            shown = ", ".join(f"{speedup:.2f} at batch {rows}" for rows, speedup in found.items())
+            put(f"  predicted speedup: {shown or f'the costs have no rounds of {len(rates)} drafted tokens'}")
+    put(
+        "Then: draftsmith evaluate --url ALONE --url WITH_DRAFT --injected. Texts are worth nothing while rates are injected."
+    )
+    return 0
+
+
+def _shape(own: Namespace) -> tuple[list[float], float | None]:
+    """Return the shares of rounds that accept each drafted token, which a wanted tau bends, and the tau that they have of a report."""
+    if own.report is None:
+        return [0.5**i for i in range(1, own.draft_length + 1)], None
+    found = read_result(own.report).drafters
+    name = own.drafter or next(iter(found), "")
+    if name not in found:
+        raise UserError(
+            f"{own.report} has no drafter {name!r}{did_you_mean(name, found)}: it has {', '.join(found) or 'none'}."
+        )
+    overall = found[name].overall
+    shares = overall.acceptance_at_simulated or overall.acceptance_at or ()
+    shape = [share for share in shares[: own.draft_length] if share is not None]
+    if len(shape) < own.draft_length:
+        raise UserError(
+            f"{own.report} tells the acceptance of {len(shape)} drafted tokens of {name}, not of {own.draft_length}: lower --draft-length."
+        )
+    return shape, 1 + sum(shape)

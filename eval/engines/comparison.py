@@ -1,0 +1,103 @@
+"""What servers that took turns at the same chats come to: percentiles, acceptance, the speedup with its interval, and what was predicted."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from draftsmith.eval.clocks.cost_table import CostTable
+from draftsmith.eval.engines.load import Answer, Tally
+from draftsmith.eval.ledger.counts import LEDGER
+from draftsmith.eval.planner.plan import decoded_length, round_cost, taus
+from draftsmith.eval.results.intervals import Percentiles, bootstrap_tau
+from draftsmith.eval.results.result import DrafterResult
+from draftsmith.eval.results.served import Served, ServedAcceptance, ServedLevel, ServedSide
+
+Predict = Callable[[int, ServedAcceptance], tuple[float, float] | None]
+"""(concurrency, what a server accepted) -> tau and speedup to expect of it, None where nothing is known of its drafts."""
+
+
+def make_level(concurrency: int, tallies: Sequence[Tally], predict: Predict | None) -> ServedLevel:
+    """Return what a concurrency comes to; the first tally is what the others are compared with."""
+    return ServedLevel(concurrency, tuple(_side(concurrency, one, tallies[0], predict) for one in tallies))
+
+
+def _side(concurrency: int, tally: Tally, first: Tally, predict: Predict | None) -> ServedSide:
+    answers = [answer for of_chat in tally.answers.values() for answer in of_chat]
+    tokens, timed = sum(a.tokens for a in answers), [a.after_first for a in answers]
+    accepted = _acceptance(tally, answers)
+    pairs = (
+        []
+        if tally is first
+        else [(a, b) for name in first.answers if (a := _pace(first, name)) and (b := _pace(tally, name))]
+    )
+    told = predict(concurrency, accepted) if predict and accepted and tally is not first else None
+    return ServedSide(
+        asked=len(answers) + len(tally.failures) + tally.unfinished,
+        answered=len(answers),
+        unfinished=tally.unfinished,
+        failures=tuple(tally.failures),
+        tokens=tokens,
+        seconds=tally.seconds,
+        tok_s=tokens / tally.seconds if tokens and tally.seconds else None,
+        ttft_s=Percentiles.of([a.first for a in answers]),
+        latency_s=Percentiles.of([a.last for a in answers]),
+        token_s=Percentiles.of([one[0] / one[1] for one in timed if one]),
+        wait_s=Percentiles.of([wait for a in answers for wait in a.waits]),
+        acceptance=accepted,
+        paired=len(pairs),
+        speedup=sum(a for a, _ in pairs) / sum(b for _, b in pairs) if pairs else None,
+        speedup_interval=bootstrap_tau(pairs),
+        predicted=told and told[1],
+        predicted_tau=told and told[0],
+    )
+
+
+def _pace(tally: Tally, name: str) -> float | None:
+    """Return seconds per token after the first of all answers to a chat, None where there are none."""
+    timed = [one for answer in tally.answers.get(name, ()) if (one := answer.after_first)]
+    return sum(seconds for seconds, _ in timed) / sum(tokens for _, tokens in timed) if timed else None
+
+
+def _acceptance(tally: Tally, answers: Sequence[Answer]) -> ServedAcceptance | None:
+    """Return what a server accepted, as its answers tell it, else its counters; both may know of positions what the other does not."""
+    told = [answer.counts for answer in answers if answer.counts is not None]
+    counts = sum(told[1:], told[0]) if told else tally.counts
+    if counts is None or counts.tau is None:
+        return None
+    return ServedAcceptance(
+        rounds=counts.rounds,
+        tau=counts.tau,
+        tau_interval=LEDGER[0].interval(told) if told else None,
+        drafted=None if counts.drafted is None else counts.drafted / counts.rounds,
+        acceptance_at=counts.acceptance_at or (tally.counts.acceptance_at if tally.counts else None),
+        by_answers=bool(told),
+    )
+
+
+def predictor(costs: CostTable | Served, drafter: str, report: DrafterResult | None) -> Predict:
+    """Return what tells the speedup to expect. costs: a table, of the drafter of that name or of its first; or servers that accepted by
+    injected rates, whose rounds cost the same at every tau. report: whose tau is taken, that which was served where there is none."""
+    known = {} if report is None else dict(taus(report.overall, decoded_length(report)))
+
+    def tau_needed(rows: int, k: int) -> float | None:
+        if isinstance(costs, Served):
+            sides = [side for level in costs.levels if level.concurrency == rows for side in level.sides]
+            found = [
+                a.tau / side.speedup for side in sides if (a := side.acceptance) and side.speedup and _length(a) == k
+            ]
+            return median(found) if found else None
+        name = drafter if drafter in costs.drafters else costs.drafters[0]
+        cost = round_cost(costs, costs.middle(rows), name, k) if rows in costs.batches else None
+        return None if cost is None else cost.tau_needed
+
+    def predict(rows: int, accepted: ServedAcceptance) -> tuple[float, float] | None:
+        k = _length(accepted)
+        needed = None if k is None else tau_needed(rows, k)
+        tau = accepted.tau if report is None else known.get(k or 0)
+        return (tau, tau / needed) if tau and needed else None
+
+    return predict
+
+
+def _length(accepted: ServedAcceptance) -> int | None:
+    """Return how many tokens a round drafts."""
+    return None if accepted.drafted is None else round(accepted.drafted)

@@ -1,0 +1,106 @@
+"""Build the section of the report about running servers: how fast, what they accepted, and what was predicted of them.
+
+Pure; see eval/report/page_model.py for the values and eval/report/report.py for the printing.
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+from draftsmith.eval.report.cells import DASH, between, milliseconds, number, significant, times
+from draftsmith.eval.report.page_model import Row, Section, Table, View
+from draftsmith.eval.results.intervals import Percentiles
+from draftsmith.eval.results.served import Served, ServedAcceptance, ServedSide
+
+_SPEED = (
+    "speedup",
+    "predicted",
+    "at τ",
+    "tok/s together",
+    "tok/s of a request, p50",
+    "and p95",
+    "TTFT p50",
+    "TTFT p95",
+)
+_MORE = ("latency p50", "latency p95", "wait per chunk p50", "and p95", "answered", "of")
+_ACCEPTED = ("τ", "drafted", "rounds", "by position", "told by")
+
+
+def section(view: View) -> Section:
+    """Running servers at every concurrency, the same prompts in turns."""
+    tables, notes, about = list[Table](), list[str](), ""
+    for i, result in enumerate(view.results):
+        if (served := result.served) is None:
+            continue
+        about = about or _about(served)
+        tables += [replace(table, caption=table.caption + view.where(i)) for table in tables_of(served)]
+        notes += notes_of(served)
+    return Section("served", "On running servers", about, tables=tuple(tables), notes=tuple(notes))
+
+
+def _about(served: Served) -> str:
+    return (
+        f"{served.prompts} prompts, {served.repeats} times each at every concurrency, temperature {served.temperature:g}, at most "
+        f"{served.max_tokens} tokens; the servers took turns in short blocks. Speedup: seconds per token after the first, against the first "
+        "server on the same prompts, with the 95% interval over prompts. Predicted: from the costs at that concurrency and the τ beside it. "
+        "p95 of tokens/s is that of the slow requests. TTFT is until the first text of an answer, over the network; prompts are read anew."
+    )
+
+
+def tables_of(served: Served) -> list[Table]:
+    """Return speed, latency and acceptance, a row for each concurrency and server; the servers that accepted more come last."""
+    speed, more, accepted = list[Row](), list[Row](), list[Row]()
+    for level in served.levels:
+        pairs = list(zip(served.servers, level.sides, strict=True))
+        for server, side in sorted(pairs, key=lambda pair: pair[1].acceptance.tau if pair[1].acceptance else 0):
+            heads = (str(level.concurrency), server.url)
+            speed.append(Row((*heads, *_speed(side)), side.speedup is not None))
+            waits = (*_both(side.latency_s), *_both(side.wait_s), str(side.answered), str(side.asked))
+            more.append(Row((*heads, *waits)))
+            accepted += [Row((*heads, *_accepted(a)))] if (a := side.acceptance) else []
+    heads = ("concurrency", "server")
+    tables = [
+        Table("Speed", (*heads, *_SPEED), tuple(speed), 2),
+        Table("Latency", (*heads, *_MORE), tuple(more), 2, folded=True),
+    ]
+    return (
+        [*tables, Table("What the servers accepted, by their own records", (*heads, *_ACCEPTED), tuple(accepted), 2)]
+        if accepted
+        else tables
+    )
+
+
+def _speed(side: ServedSide) -> tuple[str, ...]:
+    rates = (None, None) if side.token_s is None else (1 / side.token_s.p50, 1 / side.token_s.p95)
+    speedup = between(times(side.speedup), side.speedup_interval, times)
+    predicted = (times(side.predicted), number(side.predicted_tau))
+    return (speedup, *predicted, significant(side.tok_s), *map(significant, rates), *_both(side.ttft_s))
+
+
+def _both(one: Percentiles | None) -> tuple[str, str]:
+    return (milliseconds(one.p50), milliseconds(one.p95)) if one else (DASH, DASH)
+
+
+def _accepted(a: ServedAcceptance) -> tuple[str, ...]:
+    places = DASH if a.acceptance_at is None else " ".join(f"{share:.2f}" for share in a.acceptance_at)
+    told = "its answers" if a.by_answers else "/metrics"
+    return (between(number(a.tau), a.tau_interval, number), number(a.drafted), f"{a.rounds:,.0f}", places, told)
+
+
+def notes_of(served: Served) -> list[str]:
+    """Return which servers they are, and what went wrong, a sentence each."""
+    notes = [f"{one.url} is {one.engine} and serves {one.model}." for one in served.servers]
+    if served.injected:
+        notes.append(
+            "Acceptance was injected: the texts are worth nothing, and the times are those of a head that accepts so much."
+        )
+    for level in served.levels:
+        for server, side in zip(served.servers, level.sides, strict=True):
+            where = f"{server.url}, {level.concurrency} at once:"
+            if side.unfinished:
+                notes.append(
+                    f"{where} {side.unfinished} of {side.asked} requests were not answered when the time was up."
+                )
+            for why, count in Counter(failure.why for failure in side.failures).most_common(3):
+                first = next(failure.prompt for failure in side.failures if failure.why == why)
+                notes.append(f"{where} {count} of {side.asked} requests failed, {first} first: {why}")
+    return notes

@@ -165,12 +165,12 @@ def _alone(recipe: Recipe, model: str, served: Served, made: dict[str, Any]) -> 
 
 def _print(served: Served) -> None:
     """Print the first table and the notes."""
-    first = tables_of(served)[0]
+    first, shown = tables_of(served)[0], 7
     table = TerminalTable(title="Running servers, the same prompts in turns", title_justify="left")
-    for name in first.columns[:-3]:
-        table.add_column(name)
+    for name in first.columns[:shown]:
+        table.add_column(name, overflow="fold")
     for row in first.rows:
-        table.add_row(*map(terminal_cell, row.cells[:-3]))
+        table.add_row(*map(terminal_cell, row.cells[:shown]))
     Console().print(table)
     for note in notes_of(served):
         say(note)

@@ -9,6 +9,7 @@ from draftsmith.eval.planner.decision import Decision, doubts_of, engine_setting
 from draftsmith.eval.planner.plan import PAYS, Cell
 from draftsmith.eval.planner.routing import describe_rules
 from draftsmith.eval.planner.verdict import QUIET, Action
+from draftsmith.eval.report import served as servers
 from draftsmith.eval.report.cells import DASH, between, number, percent, significant, times
 from draftsmith.eval.report.page_model import OVERALL, Row, Section, Table, View, tau_of
 from draftsmith.heads.formats.engines import ENGINES
@@ -83,6 +84,14 @@ def banner(view: View) -> Banner:
 def _unplanned(view: View, warnings: tuple[str, ...]) -> Banner:
     """Open with what was measured of the first drafter."""
     missing = "Costs were not measured, so there is no plan"
+    if (
+        not view.systems
+        and (first := view.results[0].served) is not None
+        and (told := servers.headline(first)) is not None
+    ):
+        return Banner(
+            "unsure", "running servers", told[1], (times(told[0]), "the speed of the first server"), (), (), warnings
+        )
     for system in view.systems:
         m, tau = system.drafter.overall, tau_of(system.drafter.overall)
         if m.speedup is not None:

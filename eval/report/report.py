@@ -120,7 +120,8 @@ def _view(results: Sequence[Result], decision: Decision | None = None, history: 
 def _render(template: str, results: Sequence[Result], decision: Decision | None, history: History | None) -> str:
     view = _view(results, decision, history)
     targets = dict.fromkeys(Path(result.target.path).name or result.target.path for result in results)
-    sections = [make(view) for make in _SECTIONS]
+    # Of servers alone there is nothing else to say.
+    sections = [make(view) for make in (_SECTIONS if view.systems else (served.section, appendix.method))]
     loader, as_html = FileSystemLoader(_TEMPLATES), template.endswith(".html.jinja")
     environment = Environment(
         loader=loader,
@@ -158,6 +159,8 @@ def _subtitle(view: View) -> str:
     first = view.results[0]
     machine = f"{first.hardware.gpu or first.hardware.cpu}, {first.hardware.cores} cores"
     settings = ", ".join(view.labels)
+    if not view.systems:
+        return f"{settings} · asked from {machine} · {first.date[:10]}"
     return f"{settings} · K = {first.settings.num_speculative_tokens} · {first.settings.dtype} · {machine} · {first.date[:10]}"
 
 

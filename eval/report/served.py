@@ -11,17 +11,8 @@ from draftsmith.eval.report.page_model import Row, Section, Table, View
 from draftsmith.eval.results.intervals import Percentiles
 from draftsmith.eval.results.served import Served, ServedAcceptance, ServedSide
 
-_SPEED = (
-    "speedup",
-    "predicted",
-    "at τ",
-    "tok/s together",
-    "tok/s of a request, p50",
-    "and p95",
-    "TTFT p50",
-    "TTFT p95",
-)
-_MORE = ("latency p50", "latency p95", "wait per chunk p50", "and p95", "answered", "of")
+_SPEED = ("τ", "speedup", "predicted", "tok/s together", "of a request, p50 / p95", "TTFT p50 / p95")
+_MORE = ("latency p50 / p95", "wait per chunk p50 / p95", "answered", "of")
 _ACCEPTED = ("τ", "drafted", "rounds", "by position", "told by")
 
 
@@ -38,11 +29,24 @@ def section(view: View) -> Section:
 
 
 def _about(served: Served) -> str:
+    often = f", {served.repeats} times each," * (served.repeats > 1)
     return (
-        f"{served.prompts} prompts, {served.repeats} times each at every concurrency, temperature {served.temperature:g}, at most "
+        f"{served.prompts} prompts{often} at every concurrency, temperature {served.temperature:g}, at most "
         f"{served.max_tokens} tokens; the servers took turns in short blocks. Speedup: seconds per token after the first, against the first "
-        "server on the same prompts, with the 95% interval over prompts. Predicted: from the costs at that concurrency and the τ beside it. "
-        "p95 of tokens/s is that of the slow requests. TTFT is until the first text of an answer, over the network; prompts are read anew."
+        "server on the same prompts, with the 95% interval over prompts. Predicted: from the costs at that concurrency and the τ that is named. "
+        "tok/s: of all requests together, and of one after its first token, where p95 is a slow one. TTFT is until the first text of an answer, over the network; prompts are read anew."
+    )
+
+
+def headline(served: Served) -> tuple[float, str] | None:
+    """Return the speedup of the last server at the lowest concurrency, and what it is in a sentence; None of one server."""
+    level = served.levels[0] if served.levels else None
+    if level is None or (speedup := level.sides[-1].speedup) is None:
+        return None
+    more = "Acceptance was injected" if served.injected else "Measured"
+    return speedup, (
+        f"{served.servers[-1].url} writes its tokens {times(speedup)} as fast as {served.servers[0].url} at concurrency {level.concurrency}. "
+        f"{more} on running servers, so there is no plan."
     )
 
 
@@ -52,9 +56,9 @@ def tables_of(served: Served) -> list[Table]:
     for level in served.levels:
         pairs = list(zip(served.servers, level.sides, strict=True))
         for server, side in sorted(pairs, key=lambda pair: pair[1].acceptance.tau if pair[1].acceptance else 0):
-            heads = (str(level.concurrency), server.url)
+            heads = (str(level.concurrency), server.url.removeprefix("http://"))
             speed.append(Row((*heads, *_speed(side)), side.speedup is not None))
-            waits = (*_both(side.latency_s), *_both(side.wait_s), str(side.answered), str(side.asked))
+            waits = (_both(side.latency_s), _both(side.wait_s), str(side.answered), str(side.asked))
             more.append(Row((*heads, *waits)))
             accepted += [Row((*heads, *_accepted(a)))] if (a := side.acceptance) else []
     heads = ("concurrency", "server")
@@ -70,14 +74,18 @@ def tables_of(served: Served) -> list[Table]:
 
 
 def _speed(side: ServedSide) -> tuple[str, ...]:
-    rates = (None, None) if side.token_s is None else (1 / side.token_s.p50, 1 / side.token_s.p95)
-    speedup = between(times(side.speedup), side.speedup_interval, times)
-    predicted = (times(side.predicted), number(side.predicted_tau))
-    return (speedup, *predicted, significant(side.tok_s), *map(significant, rates), *_both(side.ttft_s))
+    pace = side.token_s
+    rates = DASH if pace is None else f"{significant(1 / pace.p50)} / {significant(1 / pace.p95)}"
+    predicted = DASH if side.predicted is None else f"{times(side.predicted)} at τ {number(side.predicted_tau)}"
+    tau, speedup = (
+        number(side.acceptance.tau if side.acceptance else None),
+        between(times(side.speedup), side.speedup_interval, times),
+    )
+    return (tau, speedup, predicted, significant(side.tok_s), rates, _both(side.ttft_s))
 
 
-def _both(one: Percentiles | None) -> tuple[str, str]:
-    return (milliseconds(one.p50), milliseconds(one.p95)) if one else (DASH, DASH)
+def _both(one: Percentiles | None) -> str:
+    return f"{milliseconds(one.p50)} / {milliseconds(one.p95)}" if one else DASH
 
 
 def _accepted(a: ServedAcceptance) -> tuple[str, ...]:

@@ -264,6 +264,8 @@ _COUNTERS = {
     for engine, prefix in ((VLLM, "vllm"), (LLAMA, "llamacpp"))
 }
 _SGLANG_NAMES = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
+_SGLANG_COUNTERS = tuple(f"sglang:{name}_total" for name in ("spec_verify_calls", "generation_tokens", "num_requests"))
+"""Of answers that are finished: their rounds, their tokens, their number (its metrics_collector.py)."""
 
 
 def read_server(server: ModelServer) -> Told:
@@ -271,7 +273,7 @@ def read_server(server: ModelServer) -> Told:
     page = server.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
     if page.lstrip().startswith("["):  # TensorRT-LLM's iterations since they were last asked for
         return _records(page, server.url)
-    found = server.counters(page, (*chain.from_iterable(_COUNTERS.values()), *_SGLANG_NAMES))
+    found = server.counters(page, (*chain.from_iterable(_COUNTERS.values()), *_SGLANG_COUNTERS, *_SGLANG_NAMES))
     for engine, names in _COUNTERS.items():
         drafts, drafted, accepted, by_position = (found[name] for name in names)
         if not (sum(drafts.values()) and drafted and accepted):
@@ -291,6 +293,12 @@ def read_server(server: ModelServer) -> Told:
             Counts(rounds, kept, sum(drafted.values()), by_length),
             (),
             f"Sums since the server started; {more}.",
+        )
+    rounds, tokens, answers = (sum(found[name].values()) for name in _SGLANG_COUNTERS)
+    # Each round ends with one token of the target's own, and each answer's first token is that of the prompt's pass.
+    if rounds and answers and tokens >= rounds + answers:
+        return Told(
+            SGLANG, Counts(rounds, tokens - rounds - answers), (), "Sums of the answers since the server started."
         )
     lengths, rates = (list(found[name].values()) for name in _SGLANG_NAMES)
     if lengths and lengths[0] >= 1:

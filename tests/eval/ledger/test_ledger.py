@@ -207,13 +207,23 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 8.0
 vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",position="0"} 1.7e+09
 """
 GAUGES = 'sglang:spec_accept_length{model_name="m"} 2.5\nsglang:spec_accept_rate{model_name="m"} 0.5\n'
+SGLANG = f"""{GAUGES}sglang:spec_verify_calls_total{{model_name="m"}} 20.0
+sglang:generation_tokens_total{{model_name="m"}} 53.0
+sglang:num_requests_total{{model_name="m"}} 3.0
+"""
 
 
 @pytest.mark.parametrize(
-    ("page", "rounded", "tau", "rate"), [(PAGE, False, 23 / 12, 11 / 36), (GAUGES, True, 2.5, 0.5)]
+    ("page", "rounded", "tau", "rate"),
+    [
+        (PAGE, False, 23 / 12, 11 / 36),
+        (PAGE.replace("vllm:", "llamacpp:"), False, 23 / 12, 11 / 36),
+        (GAUGES, True, 2.5, 0.5),
+        (SGLANG, False, 50 / 20, None),
+    ],
 )
 def test_a_running_server_is_asked_for_its_counters(
-    monkeypatch: pytest.MonkeyPatch, page: str, rounded: bool, tau: float, rate: float
+    monkeypatch: pytest.MonkeyPatch, page: str, rounded: bool, tau: float, rate: float | None
 ) -> None:
     monkeypatch.setattr(Engine, "page", lambda _: page)
     with serving(Engine(), 0) as url:
@@ -221,7 +231,7 @@ def test_a_running_server_is_asked_for_its_counters(
     assert told.counts.rounded == rounded
     assert (told.counts.tau, told.counts.acceptance_rate) == (pytest.approx(tau), pytest.approx(rate))
     assert told.note
-    if page == PAGE:
+    if "per_pos" in page:
         assert told.counts.by_length == (4, 5, 3)
 
 

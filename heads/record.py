@@ -1,13 +1,16 @@
-"""Write, read and check the record of a head's target: in config.json of a native checkpoint, in `draftsmith.json` of
-an export."""
+"""Write, read and check what is recorded of a head: its target in config.json of a native checkpoint; in `draftsmith.json`, the
+passport of an export, also how the head is computed, what it learned from, what was measured of it, and the hashes of its files."""
 
+import hashlib
+import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import draftsmith
 from draftsmith.errors import UserError
-from draftsmith.storage import write_json
+from draftsmith.foreign.records import read_dataclass
+from draftsmith.storage import fingerprint, sha256_file, write_json
 from draftsmith.target.folder import read_object
 from draftsmith.target.identity import CHANGES_OUTPUT, TargetIdentity, compare
 
@@ -15,21 +18,158 @@ if TYPE_CHECKING:
     from draftsmith.heads.base import DraftHead
     from draftsmith.target.target import Target
 
-SCHEMA_VERSION = 1
+EARLIER = 1
+"""Records of this version hold the target alone."""
 RECORD = "draftsmith.json"
 TUNED = "target"
 """The layout that the record of a tuned target has."""
 
 
-def write_record(folder: Path, method: str, layout: str, made_for: TargetIdentity) -> None:
-    """Write `draftsmith.json` into the folder of an export: what it is, and for which target."""
-    record = {
-        "schema_version": SCHEMA_VERSION,
-        "draftsmith": draftsmith.__version__,
-        "method": method,
-        "layout": layout,
-    }
-    write_json(folder / RECORD, record | {"target": made_for.to_json()})
+@dataclass(frozen=True)
+class HeadFacts:
+    """How a head is computed, where engines and trainers are known to differ: what every reader of its files must find again.
+
+    layer_ids: the aux layers, tapped at their input. last_state: "after_norm" or "before_norm" where it reads the target's last state.
+    attention: "causal" or "bidirectional", among the slots of a draft; None without attention. first_slot: of a block, the first that
+    drafts (0 is the anchor's own). draft_vocab: a hash of the target ids that it drafts among, None for all. Lengths in tokens.
+    """
+
+    layer_ids: tuple[int, ...]
+    last_state: str | None
+    attention: str | None
+    window: int | None
+    first_slot: int | None
+    max_speculative_tokens: int | None
+    draft_vocab_size: int | None
+    draft_vocab: str | None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a head learned from. longest: tokens of the longest of these answers. data: identifies them, as run.json does. warm_start:
+    the digest of the head that training started from."""
+
+    answers: int
+    longest: int
+    data: str | None = None
+    warm_start: str | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation found at one temperature, for one way to draft. tau: overall and by slice. prompts: identifies them, as
+    result.json does."""
+
+    drafter: str
+    date: str
+    dtype: str
+    temperature: float
+    num_speculative_tokens: int
+    prompts: str | None
+    tau: dict[str, float | None]
+    tau_interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Passport:
+    """`draftsmith.json` of an export: what it is, and for which target (a `TargetIdentity`).
+
+    num_speculative_tokens: drafted tokens of a round, the target's own not among them, that engines are started with. files: the SHA-256
+    of each but README.md. All from `head` on is null or empty for tuned targets and in records of earlier versions.
+    """
+
+    draftsmith: str
+    method: str
+    layout: str
+    target: dict[str, Any]
+    head: HeadFacts | None = None
+    num_speculative_tokens: int | None = None
+    dtype: str | None = None
+    trained: Trained | None = None
+    measured: tuple[Measured, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    schema_version: int = 2
+
+    def changed(self, folder: Path) -> list[str]:
+        """Return the names of the files that are gone from the folder of the export, or are others than were exported."""
+        return [name for name, digest in self.files.items() if _digest(folder / name) != digest]
+
+
+def write_passport(folder: Path, passport: Passport) -> None:
+    """Write `draftsmith.json` into the folder of an export, bound to the files of a head that are there by their hashes."""
+    if passport.head is not None:
+        bound = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in (RECORD, "README.md")]
+        passport = replace(passport, files={file.name: sha256_file(file) for file in bound})
+    value = json.loads(json.dumps(asdict(passport)))  # lists instead of tuples
+    write_json(folder / RECORD, value | {"digest": fingerprint(value)})
+
+
+def read_passport(folder: Path) -> Passport | None:
+    """Return what `draftsmith.json` of a folder holds, None where there is none.
+
+    Raises UserError for one that is damaged, was changed since it was written, or is of a later version.
+    """
+    file = folder / RECORD
+    if not file.is_file():
+        return None
+    value = read_object(file)
+    if (version := value.get("schema_version")) is None:
+        raise UserError(f"{file} is damaged: it is no record of a head; restore it, or export the head again.")
+    if version == EARLIER:
+        nothing = asdict(Passport("", "", "", {})) | {"measured": []}
+        value = nothing | {name: value.get(name) for name in ("draftsmith", "method", "layout", "target")}
+    elif version != Passport.schema_version:
+        raise UserError(
+            f"{file} is of schema version {version}, but this draftsmith reads {EARLIER} and {Passport.schema_version}: use the version "
+            "of draftsmith that exported it."
+        )
+    elif value.pop("digest", None) != fingerprint(value):
+        raise UserError(f"{file} was changed since the head was exported: restore it, or export the head again.")
+    return read_dataclass(Passport, value, str(file))
+
+
+def facts_of(head: "DraftHead") -> HeadFacts:
+    """Return how a head is computed, as its passport says."""
+    ids, vocab = head.reads.layer_ids, head.draft_vocab
+    reads_last = head.reads.target_states and not ids
+    return HeadFacts(
+        layer_ids=tuple(ids),
+        last_state=(getattr(head.options, "target_state", None) or "after_norm") if reads_last else None,
+        attention=None if head.config is None else "causal" if getattr(head, "causal", True) else "bidirectional",
+        window=head.window,
+        first_slot=getattr(head, "first_slot", None),
+        max_speculative_tokens=head.drafts.max_speculative_tokens,
+        draft_vocab_size=None if vocab is None else len(vocab),
+        draft_vocab=None if vocab is None else hashlib.sha256(vocab.cpu().numpy().tobytes()).hexdigest(),
+    )
+
+
+def check_files(folder: Path) -> None:
+    """Raise UserError for an export whose files were changed since. Earlier exports, and heads of others, have no hashes."""
+    passport = read_passport(folder)
+    if passport is not None and (changed := passport.changed(folder)):
+        raise UserError(
+            f"{folder / changed[0]} is not the file that was exported (its hash is not that in {RECORD}): restore it, export the head "
+            f"again or, if you changed it yourself, remove {RECORD} and measure the head anew."
+        )
+
+
+def check_facts(folder: Path, head: "DraftHead") -> None:
+    """Raise UserError where a head that was loaded from an export is not computed as its passport says."""
+    passport = read_passport(folder)
+    if passport is None or passport.head in (None, facts_of(head)):
+        return
+    assert passport.head is not None
+    recorded, found = asdict(passport.head), asdict(facts_of(head))
+    name = next(name for name in recorded if recorded[name] != found[name])
+    raise UserError(
+        f"{folder} was exported as a head with {name} {recorded[name]}, but is read as one with {found[name]}: use the version of "
+        f"draftsmith that exported it ({passport.draftsmith}), or export the head again."
+    )
+
+
+def _digest(file: Path) -> str | None:
+    return sha256_file(file) if file.is_file() else None
 
 
 def what_it_reads(head: "DraftHead", made_for: TargetIdentity) -> TargetIdentity:
@@ -42,17 +182,8 @@ def read_record(folder: Path) -> TargetIdentity | None:
 
     Raises UserError for a damaged record and for one of a later version.
     """
-    file = folder / RECORD
-    if file.is_file():
-        record = read_object(file)
-        if (version := record.get("schema_version")) is None:
-            raise UserError(f"{file} is damaged: it is no record of a head; restore it, or export the head again.")
-        if version != SCHEMA_VERSION:
-            raise UserError(
-                f"{file} is of schema version {version}, but this draftsmith reads {SCHEMA_VERSION}: use the version of "
-                "draftsmith that exported it."
-            )
-        return TargetIdentity.from_json(record.get("target"), str(file))
+    if (passport := read_passport(folder)) is not None:
+        return TargetIdentity.from_json(passport.target, str(folder / RECORD))
     config = read_object(folder / "config.json")
     if {"schema_version", "method", "target"} <= config.keys():
         return TargetIdentity.from_json(config["target"], str(folder / "config.json"))

@@ -5,6 +5,8 @@
 #   bash scripts/test_engines.sh                                     # the embedded target, both engines: what CI runs
 #   bash scripts/test_engines.sh --engine llama.cpp --only eagle3    # --help lists all options
 #
+#   bash scripts/test_engines.sh --engine vllm --vllm ~/vllm-0.33 --output docs/results/engines   # a row for an installed version
+#
 # The first run makes the engines (vLLM in an environment of its own, 3.4 GB; llama.cpp is built from its source
 # distribution, 5 to 10 minutes on two cores) in $DRAFTSMITH_ENGINES, by default ~/.cache/draftsmith/engines; later
 # runs reuse them. scripts/engine_versions.txt pins their versions.
@@ -67,8 +69,9 @@ make_llama_cpp() {
     say "Built $LLAMA_HOME in $((SECONDS - started)) s"
 }
 
-# asked_for ENGINE: whether the options name it, or no engine at all.
+# asked_for ENGINE: whether the options name it, or no engine at all, and no installed one in the place of the pinned.
 asked_for() {
+    case " $ARGUMENTS " in *" --${1/./-} "* | *" --${1/./-}="*) return 1 ;; esac
     case " $ARGUMENTS " in *" -h "* | *" --help "*) return 1 ;; *"--engine"*) ;; *) return 0 ;; esac
     case " $ARGUMENTS " in *" --engine $1 "* | *" --engine=$1 "*) return 0 ;; *) return 1 ;; esac
 }

@@ -10,7 +10,7 @@ from draftsmith.errors import UserError, one_line
 from draftsmith.foreign.weights import read_header
 from draftsmith.heads.files import all_weights_files, read_config, tensor_names
 from draftsmith.heads.formats.recognise import is_head_config, recognise
-from draftsmith.heads.record import read_record
+from draftsmith.heads.record import RECORD, read_passport, read_record
 from draftsmith.target.folder import hash_tokenizer, local_folder
 from draftsmith.target.gguf_file import is_gguf, open_gguf
 from draftsmith.target.identity import (
@@ -50,7 +50,9 @@ def run_fit(head_folder: Path, target: str) -> int:
         made_for = replace(made_for, **parts)
     differences, unknown = {one.kind: one for one in compare(made_for, now)}, not_compared(made_for, now)
     lines = [_line(kind, differences.get(kind), kind in unknown, made_for, now) for kind in KINDS]
-    checks = [replace(one, detail=one_line(one.detail), fix=one_line(one.fix)) for one in (head, *lines)]
+    checks = [
+        replace(one, detail=one_line(one.detail), fix=one_line(one.fix)) for one in (head, *_passport(folder), *lines)
+    ]
     bad = [check.name for check in checks if check.state == "bad"]
     if len(unknown) == len(KINDS):
         verdict, code = f"Nothing is recorded that says whether {folder} fits {target}: measure it.", 1
@@ -98,6 +100,43 @@ def check_head(folder: Path) -> Check:
     tensor_names(folder)  # which reads a pickle, without running code
     size = sum(file.stat().st_size for file in files) / 2**20
     return Check("head", "ok", f"{layout.name}, complete, {size:.1f} MiB")
+
+
+def _passport(folder: Path) -> list[Check]:
+    """Return what the passport of an export says: whether its files are those that it was written for, how the head drafts, what it
+    learned from and what was measured; nothing for a head without one."""
+    passport = read_passport(folder)
+    if passport is None or passport.head is None:
+        return []
+    head, fix = (
+        passport.head,
+        f"restore the export, export the head again, or remove {RECORD} and measure the head anew",
+    )
+    if changed := passport.changed(folder):
+        files = Check("files", "bad", f"changed since the export: {', '.join(changed)}", fix)
+    else:
+        files = Check("files", "ok", f"{', '.join(passport.files)}: as draftsmith {passport.draftsmith} exported them")
+    drafts = [
+        f"reads the input of layers {', '.join(map(str, head.layer_ids))}" if head.layer_ids else "",
+        f"reads the target's last state {head.last_state.removesuffix('_norm')} the final norm"
+        if head.last_state
+        else "",
+        f"{head.attention} attention" if head.attention else "",
+        f"a window of {head.window} tokens" if head.window else "",
+        f"{head.draft_vocab_size} tokens to draft among" if head.draft_vocab_size else "",
+        f"{passport.num_speculative_tokens} drafted tokens a round in {passport.dtype}",
+    ]
+    trained, taus = passport.trained, [(one, one.tau.get("overall")) for one in passport.measured]
+    past = f"on {trained.answers:,} answers of up to {trained.longest:,} tokens" if trained else ""
+    measured = ", ".join(
+        f"{m.drafter} tau {tau:.2f} at temperature {m.temperature:g}" for m, tau in taus if tau is not None
+    )
+    return [
+        files,
+        Check("drafts", "ok", ", ".join(filter(None, drafts))),
+        Check("trained", "ok" if past else "note", past or "not recorded with this head"),
+        Check("measured", "ok" if measured else "note", measured or "no evaluation is recorded with this head"),
+    ]
 
 
 def read_unrecorded(folder: Path) -> TargetIdentity:

@@ -6,6 +6,8 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.eval.planner.routing import read_rules
 from draftsmith.eval.planner.verdict import Action
+from draftsmith.eval.results.result import read_result
+from draftsmith.eval.training.history import trained_length
 from draftsmith.fields import fingerprint_fields
 from draftsmith.foreign.text import read_object, read_text
 from draftsmith.heads.base import DraftHead
@@ -17,9 +19,10 @@ from draftsmith.heads.formats.engines import ENGINES, Adapter
 from draftsmith.heads.formats.layout import default_layout, find_layout, layouts_of, version_notice
 from draftsmith.heads.formats.recognise import head_digest, load_head
 from draftsmith.heads.formats.schema import target_reference
-from draftsmith.heads.record import check_made_for, read_record
+from draftsmith.heads.record import Measured, Trained, check_made_for, read_record
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
+from draftsmith.stages.evaluation import result_files
 from draftsmith.stages.session import Session
 from draftsmith.storage import write_text
 from draftsmith.target.target import Target
@@ -117,10 +120,47 @@ def export_stage(session: Session) -> Path:
         options |= _write_tuned(session, head, target, kind, tuned_folder)
         say(f"export: {tuned_folder}")
     planned = _planned(session, head.method)
-    export_head(head, target, destination, planned=planned, verdict=verdict, again=session.again, **options)
+    options |= {
+        "planned": planned,
+        "verdict": verdict,
+        "again": session.again,
+        "trained": _trained(session),
+        "measured": _measured(session, head.method),
+    }
+    export_head(head, target, destination, **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})
     say(f"export: {destination}")
     return destination
+
+
+def _trained(session: Session) -> Trained | None:
+    """Return what the passport says of the training, None where the head is none of this run's."""
+    record, longest = session.run.record("train"), trained_length(session.head_folder)
+    if record is None or session.named_head is not None or longest is None or "answers" not in record.facts:
+        return None
+    return Trained(
+        record.facts["answers"], longest, record.inputs.get("answers"), record.inputs.get("train.warm_start")
+    )
+
+
+def _measured(session: Session, method: str) -> tuple[Measured, ...]:
+    """Return what the run's evaluation of this head found, for each of its ways to draft at each temperature."""
+    files = result_files(session.recipe, decode=True) if _evaluated(session, "plan.json") else []
+    return tuple(
+        Measured(
+            drafter=name,
+            date=result.date,
+            dtype=result.settings.dtype,
+            temperature=result.settings.temperature,
+            num_speculative_tokens=one.draft.num_speculative_tokens,
+            prompts=result.settings.prompts,
+            tau={place: measures.tau for place, measures in {"overall": one.overall, **one.slices}.items()},
+            tau_interval=one.overall.tau_interval,
+        )
+        for result in map(read_result, files)
+        for name, one in result.drafters.items()
+        if one.draft is not None and one.draft.method == method and name.split()[0] == method
+    )
 
 
 def _planned(session: Session, method: str) -> tuple[tuple[int, int, int], ...]:

@@ -22,6 +22,7 @@ import numpy as np
 from draftsmith.errors import UserError
 from draftsmith.foreign.records import read_dataclass
 from draftsmith.foreign.text import parse_json, read_lines, read_object
+from draftsmith.heads.record import read_passport
 from draftsmith.heads.vocab import Coverage
 
 LEVEL = 0.9
@@ -217,10 +218,13 @@ def read_history(run: Path) -> History | None:
 
 
 def trained_length(head: Path) -> int | None:
-    """Return the tokens of the longest text that the head in a folder of a run learned from; None where it is in no run, or the
-    run does not record it. Raises UserError for a damaged record."""
+    """Return the tokens of the longest text that the head in a folder of a run, or of an export, learned from; None where neither the
+    run nor a passport records it. Raises UserError for a damaged record."""
     run = next((folder for folder in head.resolve().parents[:3] if (folder / "run.json").is_file()), None)
-    return None if run is None else _number(read_stage(run / "run.json", "train")[1], "longest")
+    if run is not None:
+        return _number(read_stage(run / "run.json", "train")[1], "longest")
+    passport = read_passport(head)
+    return None if passport is None or passport.trained is None else passport.trained.longest
 
 
 def tell(past: History) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import draftsmith
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, drafting
@@ -18,7 +19,7 @@ from draftsmith.heads.export.readme import README, Exported, write_readme
 from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, split_obstacle
 from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
 from draftsmith.heads.formats.schema import FLOATS, Export, ModelFiles, flatten, target_reference
-from draftsmith.heads.record import RECORD, what_it_reads, write_record
+from draftsmith.heads.record import RECORD, Measured, Passport, Trained, facts_of, what_it_reads, write_passport
 from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.target import Target
 
@@ -42,6 +43,8 @@ def export_head(
     planned: tuple[tuple[int, int, int], ...] = (),
     verdict: str = "",
     again: Again | None = None,
+    trained: Trained | None = None,
+    measured: tuple[Measured, ...] = (),
 ) -> Path:
     """Write `head` as the directory `dest` that a serving engine loads, and return its path.
 
@@ -53,7 +56,7 @@ def export_head(
     draftsmith.json names, `target` if left out. target_note: what README.md says of a target that was exported too.
     adapter: that export, where the target is served with an adapter. planned: (first batch, last batch, tokens to draft), what an
     evaluation found fastest, which README.md then starts engines with. verdict: of an evaluation that found that the head does not pay, which
-    README.md opens with. again: how the export is made again, for its lines. The head itself is not changed. Raises UserError where
+    README.md opens with. again: how the export is made again, for its lines. trained, measured: what the passport says of both. The head itself is not changed. Raises UserError where
     the layout cannot hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is
     loaded again and must give the same logits.
     """
@@ -80,19 +83,39 @@ def export_head(
         by_batch=planned,
         again=again or Again(),
     )
-    _write(dest, Exported(head, target, chosen, files, serving, target_note, verdict), made_for or target.identity)
+    _write(
+        dest,
+        Exported(head, target, chosen, files, serving, target_note, verdict),
+        made_for or target.identity,
+        trained,
+        measured,
+    )
     return dest
 
 
-def _write(dest: Path, exported: Exported, made_for: TargetIdentity) -> None:
+def _write(
+    dest: Path, exported: Exported, made_for: TargetIdentity, trained: Trained | None, measured: tuple[Measured, ...]
+) -> None:
     """Write the directory, all or nothing, and load it again."""
     head, files, layout = exported.head, exported.files, exported.layout
     with model_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         layout.schema.save(temporary, files)
-        write_record(temporary, head.method, layout.name, what_it_reads(head, made_for))
+        passport = Passport(
+            draftsmith=draftsmith.__version__,
+            method=head.method,
+            layout=layout.name,
+            target=what_it_reads(head, made_for).to_json(),
+            head=facts_of(head),
+            num_speculative_tokens=exported.serving.tokens,
+            dtype=exported.serving.dtype,
+            trained=trained,
+            measured=measured,
+        )
+        write_passport(temporary, passport)
         (temporary / README).write_text(write_readme(exported), encoding="utf-8")
         reloaded = layout.load(temporary, exported.target)
         assert same_logits(head, reloaded, files, exported.target), "the export gives other logits"
+        assert facts_of(reloaded) == facts_of(head), "the export is computed otherwise"
 
 
 def replaced_files(dest: Path, files: ModelFiles) -> tuple[str, ...]:

@@ -13,12 +13,13 @@ from warnings import catch_warnings, simplefilter
 import torch
 from safetensors.torch import load_file
 
+import draftsmith
 from draftsmith.heads.checkpoint import CONFIG, model_directory
 from draftsmith.heads.export.export import agree
 from draftsmith.heads.export.readme import README
 from draftsmith.heads.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from draftsmith.heads.formats.schema import ModelFiles, Schema, TensorRow, target_reference
-from draftsmith.heads.record import RECORD, TUNED, write_record
+from draftsmith.heads.record import RECORD, TUNED, Passport, write_passport
 from draftsmith.storage import write_json
 from draftsmith.target.folder import weight_files
 from draftsmith.target.identity import TargetIdentity, identify_directory
@@ -58,7 +59,7 @@ def write_merged(
                         shutil.copyfile(file, folder / file.name)
         tuned.model.save_pretrained(folder)
         identity = identify_directory(folder, str(dest))
-        write_record(folder, method, TUNED, original.identity)
+        write_passport(folder, Passport(draftsmith.__version__, method, TUNED, original.identity.to_json()))
         (folder / README).write_text(_merged_readme(method, original), encoding="utf-8")
         again = open_model(
             str(folder),
@@ -89,7 +90,7 @@ def write_adapter(method: str, tuned: TunedTarget, dest: Path) -> TargetIdentity
         rows = tuple(TensorRow(f"base_model.model.{name.replace('.default.', '.')}") for name in lora)
         Schema("adapter", rows, {}).check(ModelFiles(config, load_file(folder / ADAPTER_WEIGHTS), torch.float32))
         assert {key: config[key] for key in _READ} == _READ, "the adapter has more than engines read"
-        write_record(folder, method, "adapter", original.identity)
+        write_passport(folder, Passport(draftsmith.__version__, method, "adapter", original.identity.to_json()))
         (folder / README).write_text(_adapter_readme(method, tuned), encoding="utf-8")
         with catch_warnings():
             simplefilter("ignore", FutureWarning)  # of peft about transformers

@@ -148,9 +148,9 @@ ENGINES: dict[str, Engine] = {
         no_gguf=_NO_GGUF,
     ),
 }
-SERVED: dict[str, list[str]] = json.loads(Path(__file__).with_name("served.json").read_text(encoding="utf-8"))
-"""The layouts that each engine itself was run with; `python -m scripts.bench.engines.page` writes them from the results of
-scripts/test_engines.sh."""
+_RECORD = Path(__file__).with_name("served.json")
+SERVED: dict[str, dict[str, dict[str, bool]]] = json.loads(_RECORD.read_text(encoding="utf-8"))
+"""engine -> version -> layout: whether heads drafted in it as here. Written by scripts/bench/engines/page.py."""
 
 
 def split_obstacle(engine: str, files: ModelFiles, gpus: int) -> str | None:

@@ -120,8 +120,8 @@ class Layout:
                     )
 
     def was_run(self, engine: str) -> bool:
-        """Whether the engine itself has served heads of this layout."""
-        return self.name in SERVED.get(engine, ())
+        """Whether the engine itself, in some version, has served heads of this layout as we decode."""
+        return any(served.get(self.name, False) for served in SERVED.get(engine, {}).values())
 
 
 def layouts() -> dict[str, Layout]:
@@ -266,7 +266,8 @@ def _elsewhere(layout: Layout, architectures: Sequence[str] | None) -> str:
 
 
 def version_notice(layout: Layout, engine_version: str) -> str | None:
-    """Return a sentence where an engine of that version does not read a layout, None where it does as far as anybody knows.
+    """Return a sentence where an engine of that version does not read a layout, or was run with it and drafted otherwise; None where it
+    serves it as far as anybody knows.
 
     engine_version: ENGINE=VERSION. Raises UserError where it is not that, and where no version of the engine reads the layout.
     """
@@ -281,6 +282,10 @@ def version_notice(layout: Layout, engine_version: str) -> str | None:
             f"{joined(list(layout.engines), 'or')}: name that engine, or set export.layout."
         )
 
+    title = ENGINES[engine].title
+    if SERVED.get(engine, {}).get(version, {}).get(layout.name) is False:
+        return f"{title} {version} was run with heads of the layout {layout.name} and did not serve them as they are decoded here: see docs/engines.md."
+
     def order(bound: str) -> tuple[list[int], list[int]]:
         known = [int(number) for number in bound.split(".")]
         return [int(number) for number in numbers[: len(known)]], known
@@ -291,7 +296,6 @@ def version_notice(layout: Layout, engine_version: str) -> str | None:
     if not early and not late:
         return None
     bound = f"from {served.since} on" if early else f"up to {served.until}"
-    title = ENGINES[engine].title
     return f"{title} {version} does not load the layout {layout.name}, which {title} reads {bound}: serve it with such a version."
 
 

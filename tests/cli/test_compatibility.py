@@ -26,6 +26,8 @@ from tests.workplace import make_workplace, options, save_untrained
 pytestmark = pytest.mark.full
 
 ROOT = Path(__file__).resolve().parents[2]
+PASSPORT = {"files": "ok", "drafts": "ok", "trained": "note", "measured": "note"}
+"""The lines of an export that no run made."""
 LINES = ("head", "sizes", "config", "embeddings", "lm_head", "weights", "tokenizer", "template", "eos")
 
 
@@ -58,7 +60,7 @@ def diagnose(head: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> tu
 @pytest.mark.parametrize("head", ["run", "run/train/best", "export"])
 def test_a_head_fits_its_target(head: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, states, text = diagnose(place / head, place / "target", capsys)
-    assert (code, states) == (0, dict.fromkeys(LINES, "ok"))
+    assert (code, states) == (0, dict.fromkeys(LINES, "ok") | (PASSPORT if head == "export" else {}))
     assert "fits" in text.splitlines()[-1]
 
 
@@ -66,7 +68,7 @@ def test_a_head_fits_its_target(head: str, place: Path, capsys: pytest.CaptureFi
 def test_another_target_is_told_with_what_it_means(head: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, states, text = diagnose(place / head, place / "upgraded", capsys)
     assert code == 1
-    assert [name for name, state in states.items() if state != "ok"] == ["weights", "template"]
+    assert [name for name, state in states.items() if state != PASSPORT.get(name, "ok")] == ["weights", "template"]
     assert "same embeddings and lm_head, as after a fine-tune" in text
     assert text.splitlines()[-1].endswith("as it is now: weights, template.")
     code, states, text = diagnose(place / head, place / "small", capsys)
@@ -247,6 +249,12 @@ def test_an_export_never_lies_about_its_target(place: Path, tmp_path: Path, caps
     options = [*words(place, "target", tmp_path / "run"), "--target.path", str(tmp_path / "template")]
     assert main(["export", *options]) == 0
     assert "another chat template" in capsys.readouterr().err
+    # A file that somebody changed since is named.
+    export = tmp_path / "run" / "export" / "eagle3"
+    (export / "config.json").write_text((export / "config.json").read_text() + " ")
+    code, states, text = diagnose(export, place / "target", capsys)
+    assert (code, states["files"]) == (1, "bad")
+    assert "changed since the export: config.json" in text
     recorded = read_record(tmp_path / "run" / "export" / "eagle3")
     assert recorded == read_record(place / "run" / "train" / "best")
 

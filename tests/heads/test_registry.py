@@ -20,6 +20,7 @@ from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build as build_medusa
+from draftsmith.heads.record import read_passport, write_passport
 from draftsmith.heads.registry import find_method, method_names, methods
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.target.target import load_target
@@ -238,8 +239,9 @@ def test_a_method_may_be_served_as_one_of_ours(site: Path, tmp_path: Path, monke
     folder = export_head(
         build_medusa(MedusaOptions(2), target, None).eval(), target, tmp_path / "out", layout="medusa_vllm"
     )
-    record = json.loads((folder / "draftsmith.json").read_text())
-    (folder / "draftsmith.json").write_text(json.dumps(record | {"method": "bigram"}))
+    passport = read_passport(folder)
+    assert passport is not None
+    write_passport(folder, replace(passport, method="bigram"))
     assert load_head(folder, target).method == "medusa"
 
 

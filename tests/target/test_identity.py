@@ -14,7 +14,8 @@ from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.record import RECORD, read_record, write_record
+from draftsmith.heads.record import RECORD, Passport, read_record, write_passport
+from draftsmith.storage import fingerprint
 from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.identity import CHANGES_OUTPUT, KINDS, TargetIdentity, compare, identify_directory, not_compared
 from draftsmith.target.target import load_target
@@ -275,16 +276,19 @@ def test_checkpoints_and_exports_record_their_target(make: Callable, folder: Pat
 
 def test_records_that_cannot_be_read(tmp_path: Path) -> None:
     assert read_record(tmp_path) is None
-    write_record(tmp_path, "eagle3", "eagle3", TargetIdentity(path="x"))
+    write_passport(tmp_path, Passport("0", "eagle3", "eagle3", TargetIdentity(path="x").to_json()))
     assert read_record(tmp_path) == TargetIdentity(path="x")
     record = json.loads((tmp_path / RECORD).read_text())
+    del record["digest"]
     for wrong, words in (
-        (record | {"schema_version": 2}, "schema version 2"),
-        (record | {"target": None}, "no JSON object"),
+        (record, "was changed since"),
+        (record | {"schema_version": 9}, "schema version 9"),
+        (record | {"target": None}, "must be an object"),
         (record | {"target": {"schema_version": 9}}, "schema version 9"),
         (record | {"target": {"vocab_size": "many"}}, "vocab_size"),
     ):
-        (tmp_path / RECORD).write_text(json.dumps(wrong))
+        signed = wrong if wrong is record else wrong | {"digest": fingerprint(wrong)}
+        (tmp_path / RECORD).write_text(json.dumps(signed))
         with pytest.raises(UserError, match=words):
             read_record(tmp_path)
     (tmp_path / RECORD).write_text("{")

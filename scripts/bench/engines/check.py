@@ -6,6 +6,7 @@ results are written as JSON, one file for each engine and target, from which doc
 """
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,11 +18,10 @@ from typing import Any
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.eval.engines.agreement import AgreementRow
 from draftsmith.machine import environment_json
 from draftsmith.progress import say
 from draftsmith.storage import write_json
-from scripts.bench.engines.compare import OurSide, check_in_llama_cpp, check_in_vllm
+from scripts.bench.engines.compare import OurSide, Outcome, Refusal, check_in_llama_cpp, check_in_vllm
 from scripts.bench.engines.served import PLANS, ServedTarget, prepare_target, slug
 
 ENGINES = ("vllm", "llama.cpp")
@@ -64,8 +64,14 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     add("--num_speculative_tokens", type=int, default=5, help="draft length (5)")
     add("--output", type=Path, help="folder of the results (those of the work folder)")
-    for hidden in ("--work", "--vllm", "--llama-cpp"):
-        add(hidden, type=Path, required=True, help=argparse.SUPPRESS)
+    add("--vllm", type=Path, required=True, help="environment of another vLLM than the pinned one")
+    add(
+        "--llama-cpp",
+        type=Path,
+        required=True,
+        help="folder with llama.cpp/ and build/ of another one than the pinned one",
+    )
+    add("--work", type=Path, required=True, help=argparse.SUPPRESS)
     options, words = parser.parse_known_args(argv)
     return options, [word for word in words if word != "--"]
 
@@ -80,11 +86,11 @@ def _named_heads(words: Sequence[str]) -> dict[str, Path]:
     return heads
 
 
-def _check(served: ServedTarget, work: Path, options: argparse.Namespace) -> list[AgreementRow]:
+def _check(served: ServedTarget, work: Path, options: argparse.Namespace) -> list[Outcome]:
     """Serve every head in all engines at once, and write the results again after each head."""
     torch.set_num_threads(1)
     runs = {"vllm": check_in_vllm, "llama.cpp": check_in_llama_cpp}
-    rows: dict[str, list[AgreementRow]] = {engine: [] for engine in options.engine or runs}
+    rows: dict[str, list[Outcome]] = {engine: [] for engine in options.engine or runs}
     output = options.output or work / "results"
     output.mkdir(parents=True, exist_ok=True)
     # An engine is a process of one thread, which is mostly waited for.
@@ -101,12 +107,14 @@ def _check(served: ServedTarget, work: Path, options: argparse.Namespace) -> lis
                 for row in new:
                     say(describe(row))
                 rows[engine] += new
-                write_json(output / f"{engine}-{served.name}.json", _document(engine, served, rows[engine]))
+                versions = {row.version for row in rows[engine]}
+                name = re.sub(r"[^\w.-]+", "-", "-".join((engine, *sorted(versions), served.name)))
+                write_json(output / f"{name}.json", _document(engine, served, rows[engine]))
     say(f"\n{output}")
     return [row for found in rows.values() for row in found]
 
 
-def _document(engine: str, served: ServedTarget, rows: Sequence[AgreementRow]) -> dict[str, Any]:
+def _document(engine: str, served: ServedTarget, rows: Sequence[Outcome]) -> dict[str, Any]:
     target, words = served.target, sys.argv[1:]
     # What the script adds are folders of this machine.
     added = {i + j for i, word in enumerate(words) if word in ("--work", "--vllm", "--llama-cpp") for j in (0, 1)}
@@ -123,12 +131,15 @@ def _document(engine: str, served: ServedTarget, rows: Sequence[AgreementRow]) -
             "vocab_size": target.vocab_size,
         },
         "prompts": len(served.requests),
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(row) for row in rows if not isinstance(row, Refusal)],
+        "refused": [asdict(row) for row in rows if isinstance(row, Refusal)],
     }
 
 
-def describe(row: AgreementRow) -> str:
+def describe(row: Outcome) -> str:
     """Return a row as a line of text."""
+    if isinstance(row, Refusal):
+        return f"{row.layout}: REFUSED by {row.engine} {row.version}: {row.why}"
     how = f"{row.layout} {row.weights}, T={row.temperature:g}, K={row.num_speculative_tokens}, {row.drafts}"
     texts = "" if row.equal_answers is None else f"answers equal {row.equal_answers}/{row.answers}, "
     rounds = "" if row.equal_rounds is None else f"rounds equal {row.equal_rounds}/{row.ours.rounds}, "

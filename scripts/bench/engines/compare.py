@@ -1,13 +1,14 @@
 """Serve a head with vLLM and with llama.cpp, and compare each with our decoder and simulator."""
 
 import argparse
+import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from threading import RLock
-from typing import Any
+from typing import Any, ClassVar
 
 from draftsmith.decoder.answers import Generation, Tally, total
 from draftsmith.decoder.decode import decode
@@ -59,6 +60,22 @@ PRE_TOKENIZER = "gpt-2"
 """llama.cpp's name of byte-level BPE. Prompts are sent as token ids, so that it splits no text here."""
 QUANTIZED = ("bf16", "q8_0", "q4_0")
 """Draft weights whose cost in acceptance is measured, beside f32, which must agree."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A head that an engine of some version did not serve. why: in the engine's own words."""
+
+    head: str
+    method: str
+    layout: str
+    engine: str
+    version: str
+    why: str
+    agrees: ClassVar[bool] = False
+
+
+Outcome = AgreementRow | Refusal
 
 
 class OurSide:
@@ -113,6 +130,12 @@ class OurSide:
             answers = trace_ours(self.target, self.drafter(greedy_drafts), keyed, SAMPLED)
             self._decoded[greedy_drafts] = count([within_text(a) for a in answers])
         return self._decoded[greedy_drafts]
+
+    def refusal(self, layout: str, engine: str, home: Path, error: UserError) -> Refusal:
+        """Return what became of a head that an engine did not serve. home: of the engine; its files or its name tell the version."""
+        names = [*(path.name for path in home.glob("lib/python*/site-packages/vllm*.dist-info")), home.name]
+        version = next((found[0] for name in names if (found := re.search(r"\d+(\.\d+)+", name))), "unknown")
+        return Refusal(self.candidate.name, self.candidate.head.method, layout, engine, version, str(error))
 
     def row(self, layout: str, engine: str, version: str, found: dict[str, Any], **other: Any) -> AgreementRow:
         """Return a row of the table. found: from `greedy_row` or `sampled_row`."""
@@ -185,18 +208,22 @@ def sampled_row(side: OurSide, answers: Sequence[EngineAnswer], *, greedy_drafts
     }
 
 
-def check_in_vllm(side: OurSide, folder: Path, options: argparse.Namespace) -> list[AgreementRow]:
+def check_in_vllm(side: OurSide, folder: Path, options: argparse.Namespace) -> list[Outcome]:
     """Serve a head from each of its layouts, at temperature 0 and 1, and once with sampled drafts."""
-    rows = []
+    rows: list[Outcome] = []
     for layout in (name for name in side.candidate.layouts if name not in HEADS):
         draft = side.export(layout, folder)
-        found = _serve(side, options.vllm, draft, layout, (0.0, 1.0), folder / f"{layout}-run")
+        try:
+            found = _serve(side, options.vllm, draft, layout, (0.0, 1.0), folder / f"{layout}-run")
+        except UserError as error:
+            rows.append(side.refusal(layout, "vllm", options.vllm, error))
+            continue
         # vLLM drafts and counts past the end of an answer.
         ours, theirs = ([within_text(a) for a in answers] for answers in (side.greedy, found.answers[0.0]))
         greedy = greedy_row(side, ours, theirs)
         rows.append(side.row(layout, "vllm", found.version, greedy))
         rows.append(side.row(layout, "vllm", found.version, sampled_row(side, found.answers[1.0])))
-    if side.candidate.name == "eagle3":
+    if side.candidate.name == "eagle3" and all(isinstance(row, AgreementRow) for row in rows):
         # Told to, vLLM draws its drafts from the head's distribution, as our decoder does at temperature 1.
         drawn = {"draft_sample_method": "probabilistic"}
         found = _serve(side, options.vllm, folder / "eagle3", "eagle3", (1.0,), folder / "drawn-run", **drawn)
@@ -219,13 +246,20 @@ def _serve(
     return run_vllm(settings, side.requests, folder)
 
 
-def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace) -> list[AgreementRow]:
+def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace) -> list[Outcome]:
     """Serve a head at temperature 0 in float32, the first one quantized too; no row where llama.cpp has no layout for it."""
-    candidate, tree = side.candidate, options.llama_cpp / "llama.cpp"
-    layout = next((name for name in candidate.layouts if name in (*HEADS, WHOLE)), None)
+    layout = next((name for name in side.candidate.layouts if name in (*HEADS, WHOLE)), None)
     if layout is None:
-        say(f"llama.cpp does not serve {candidate.name}")
+        say(f"llama.cpp does not serve {side.candidate.name}")
         return []
+    try:
+        return _served_by_llama_cpp(side, layout, folder, options)
+    except UserError as error:
+        return [side.refusal(layout, "llama.cpp", options.llama_cpp, error)]
+
+
+def _served_by_llama_cpp(side: OurSide, layout: str, folder: Path, options: argparse.Namespace) -> list[Outcome]:
+    candidate, tree = side.candidate, options.llama_cpp / "llama.cpp"
     folder.mkdir(parents=True, exist_ok=True)
     target = side.served.gguf or folder.parent / "target.gguf"
     if not target.exists():
@@ -237,7 +271,7 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
     program = options.llama_cpp / "build" / "bin" / "llama-server"
     limits = {request.sample_id: request.max_new_tokens for request in side.requests}
 
-    rows = []
+    rows: list[Outcome] = []
     for weights in ("f32", *(QUANTIZED if candidate.name == "eagle3" else ())):
         file = draft if weights == "f32" else _quantize(options.llama_cpp, draft, weights)
         with LlamaServerProcess(program, replace(settings, draft=file), folder / f"{weights}.log") as server:

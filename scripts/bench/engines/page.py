@@ -75,7 +75,11 @@ def read_results(folder: Path = RESULTS) -> list[Row]:
     for path in sorted(folder.glob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
         facts = {key: found[key] for key in ("command", "commit", "date", "hardware")}
-        rows += [row | {"target": found["target"]["name"], "file": path.name, "facts": facts} for row in found["rows"]]
+        refused = [row | {"refused": row["why"]} for row in found.get("refused", ())]
+        rows += [
+            row | {"target": found["target"]["name"], "file": path.name, "facts": facts}
+            for row in found["rows"] + refused
+        ]
     return sorted(rows, key=lambda row: list(TITLES).index(row["engine"]))
 
 
@@ -96,6 +100,9 @@ def verified(rows: Sequence[Row]) -> str:
         rounds = f"{_sum(greedy, 'equal_rounds'):,} of {sum(row['ours']['rounds'] for row in greedy):,}"
         z = f"{max(abs(row['z']) for row in sampled):.1f}" if sampled else "not run"
         lines.append([*key, str(heads), answers, rounds, z, "yes" if all(agrees(row) for row in found) else "**no**"])
+    for row in (row for row in rows if "refused" in row):
+        named = (TITLES[row["engine"]], row["version"], row["method"], row["layout"])
+        lines.append([*named, "1", "none", "none", "not run", f"**refused**: {row['refused']}"])
     head = ["engine", "version", "method", "layout", "heads", "equal answers, T=0", "equal rounds, T=0"]
     return markdown_table([*head, "farthest from the simulator, T=1 (standard errors)", "agrees"], lines)
 
@@ -118,10 +125,10 @@ def agreement(rows: Sequence[Row]) -> str:
 
 
 def _groups(rows: Sequence[Row], key: Callable[[Row], tuple[Any, ...]]) -> dict[tuple[Any, ...], list[Row]]:
-    """Group the rows of drafts in float32."""
+    """Group the rows of drafts in float32 that were served."""
     groups = defaultdict(list)
     for row in rows:
-        if row["weights"] == "f32":
+        if row.get("weights") == "f32":
             groups[key(row)].append(row)
     return groups
 
@@ -143,7 +150,9 @@ def _counts(counts: Row) -> str:
 def weights(rows: Sequence[Row]) -> str:
     """llama.cpp with quantized drafts: what they cost in acceptance."""
     lines = []
-    served = [row for row in rows if row["engine"] == "llama.cpp" and row["layout"] != "draft_model"]
+    served = [
+        row for row in rows if row["engine"] == "llama.cpp" and "refused" not in row and row["layout"] != "draft_model"
+    ]
     for row in served:
         same = [r for r in served if (r["target"], r["head"]) == (row["target"], row["head"])]
         if len(same) < 2:
@@ -173,7 +182,7 @@ def close_calls(rows: Sequence[Row]) -> str:
     found = [
         f"- {row['target']}, {row['head']}, {TITLES[row['engine']]}: {call}"
         for row in rows
-        for call in row["close_calls"]
+        for call in row.get("close_calls", ())
     ]
     return "".join(f"{line}\n" for line in found) or "None.\n"
 
@@ -188,8 +197,8 @@ RESULT_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
 
 
 def agrees(row: Row) -> bool:
-    """As `AgreementRow.agrees`."""
-    return not row["differences"] and (row["z"] is None or abs(row["z"]) <= 3)
+    """As `AgreementRow.agrees`; False for what was refused."""
+    return "refused" not in row and not row["differences"] and (row["z"] is None or abs(row["z"]) <= 3)
 
 
 def _tau(counts: Row) -> float:
@@ -311,20 +320,18 @@ def rendered(page: str) -> str:
     )
 
 
-def measured() -> dict[str, list[str]]:
-    """Return the layouts that each engine served just as we decode, by the committed results of scripts/test_engines.sh; transformers
-    serves draft models in tests/heads/draft_model/test_head.py."""
-    found: dict[str, list[str]] = {"transformers": ["draft_model"]}
-    rows = read_results()
-    for row in rows:
-        engine, layout = row["engine"].replace(".", "_"), row["layout"]
-        if all(agrees(one) for one in rows if (one["engine"], one["layout"]) == (row["engine"], layout)):
-            found[engine] = sorted({*found.get(engine, []), layout})
-    return dict(sorted(found.items()))
+def measured() -> dict[str, dict[str, dict[str, bool]]]:
+    """Return engine -> version -> layout -> whether every head of it was served just as we decode, by the committed results of
+    scripts/test_engines.sh; transformers serves draft models in tests/heads/draft_model/test_head.py."""
+    found: dict[str, Any] = {"transformers": {ENGINES["transformers"].version: {"draft_model": True}}}
+    for row in read_results():
+        layouts_ = found.setdefault(row["engine"].replace(".", "_"), {}).setdefault(row["version"], {})
+        layouts_[row["layout"]] = layouts_.get(row["layout"], True) and agrees(row)
+    return found
 
 
 if __name__ == "__main__":
-    _RECORD.write_text(json.dumps(measured(), indent=1) + "\n", encoding="utf-8")
+    _RECORD.write_text(json.dumps(measured(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     SERVED.clear()
     SERVED.update(measured())
     for one in PAGES:

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.heads.export.export import export_head
-from draftsmith.heads.formats.engines import ENGINES
+from draftsmith.heads.formats.engines import ENGINES, SERVED
 from draftsmith.heads.formats.layout import (
     TARGETS,
     drafts_for,
@@ -76,6 +76,20 @@ def test_an_engine_drafts_for_a_class_or_not_or_nobody_knows(engine, needs, kind
 def test_a_version_that_does_not_load_a_layout_is_warned_of(layout, version, expected):
     notice = version_notice(layouts()[layout], version)
     assert notice is None if expected is None else expected in notice
+
+
+def test_a_version_that_failed_with_a_layout_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"0.9.0": {"eagle3": True}, "1.0.0": {"eagle3": False, "eagle1": True}}
+    monkeypatch.setitem(SERVED, "vllm", versions)
+    notice = version_notice(layouts()["eagle3"], "vllm=1.0.0")
+    assert notice is not None
+    assert "vLLM 1.0.0 was run with heads of the layout eagle3 and did not serve them" in notice
+    assert (
+        version_notice(layouts()["eagle3"], "vllm=0.9.0") is version_notice(layouts()["eagle1"], "vllm=1.0.0") is None
+    )
+    assert layouts()["eagle3"].was_run("vllm")
+    del versions["0.9.0"]
+    assert not layouts()["eagle3"].was_run("vllm")
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,17 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class History:
+    """What is known of a head's training, None where it is not, and of its acceptance."""
+
+    trained: Trained | None = None
+    measured: tuple[Measured, ...] = ()
+
+
+NO_HISTORY = History()
+
+
+@dataclass(frozen=True)
 class Passport:
     """`draftsmith.json` of an export: what it is, and for which target (a `TargetIdentity`).
 

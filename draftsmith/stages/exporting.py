@@ -19,7 +19,7 @@ from draftsmith.heads.formats.engines import ENGINES, Adapter
 from draftsmith.heads.formats.layout import default_layout, find_layout, layouts_of, version_notice
 from draftsmith.heads.formats.recognise import head_digest, load_head
 from draftsmith.heads.formats.schema import target_reference
-from draftsmith.heads.record import Measured, Trained, check_made_for, read_record
+from draftsmith.heads.record import History, Measured, Trained, check_made_for, read_record
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.evaluation import result_files
@@ -120,33 +120,22 @@ def export_stage(session: Session) -> Path:
         options |= _write_tuned(session, head, target, kind, tuned_folder)
         say(f"export: {tuned_folder}")
     planned = _planned(session, head.method)
-    options |= {
-        "planned": planned,
-        "verdict": verdict,
-        "again": session.again,
-        "trained": _trained(session),
-        "measured": _measured(session, head.method),
-    }
-    export_head(head, target, destination, **options)
+    options |= {"planned": planned, "verdict": verdict, "again": session.again}
+    export_head(head, target, destination, history=_history(session, head.method), **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})
     say(f"export: {destination}")
     return destination
 
 
-def _trained(session: Session) -> Trained | None:
-    """Return what the passport says of the training, None where the head is none of this run's."""
-    record, longest = session.run.record("train"), trained_length(session.head_folder)
-    if record is None or session.named_head is not None or longest is None or "answers" not in record.facts:
-        return None
-    return Trained(
-        record.facts["answers"], longest, record.inputs.get("answers"), record.inputs.get("train.warm_start")
-    )
-
-
-def _measured(session: Session, method: str) -> tuple[Measured, ...]:
-    """Return what the run's evaluation of this head found, for each of its ways to draft at each temperature."""
+def _history(session: Session, method: str) -> History:
+    """Return what the passport says of a head of this run: its training, and what the run's evaluation of it found for each of its ways
+    to draft at each temperature."""
+    record, longest, trained = session.run.record("train"), trained_length(session.head_folder), None
+    if record is not None and session.named_head is None and longest is not None and "answers" in record.facts:
+        warm = record.inputs.get("train.warm_start")
+        trained = Trained(record.facts["answers"], longest, record.inputs.get("answers"), warm)
     files = result_files(session.recipe, decode=True) if _evaluated(session, "plan.json") else []
-    return tuple(
+    measured = tuple(
         Measured(
             drafter=name,
             date=result.date,
@@ -161,6 +150,7 @@ def _measured(session: Session, method: str) -> tuple[Measured, ...]:
         for name, one in result.drafters.items()
         if one.draft is not None and one.draft.method == method and name.split()[0] == method
     )
+    return History(trained, measured)
 
 
 def _planned(session: Session, method: str) -> tuple[tuple[int, int, int], ...]:

@@ -19,7 +19,7 @@ from draftsmith.heads.export.readme import README, Exported, write_readme
 from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, split_obstacle
 from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
 from draftsmith.heads.formats.schema import FLOATS, Export, ModelFiles, flatten, target_reference
-from draftsmith.heads.record import RECORD, Measured, Passport, Trained, facts_of, what_it_reads, write_passport
+from draftsmith.heads.record import NO_HISTORY, RECORD, History, Passport, facts_of, what_it_reads, write_passport
 from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.target import Target
 
@@ -43,8 +43,7 @@ def export_head(
     planned: tuple[tuple[int, int, int], ...] = (),
     verdict: str = "",
     again: Again | None = None,
-    trained: Trained | None = None,
-    measured: tuple[Measured, ...] = (),
+    history: History = NO_HISTORY,
 ) -> Path:
     """Write `head` as the directory `dest` that a serving engine loads, and return its path.
 
@@ -56,7 +55,7 @@ def export_head(
     draftsmith.json names, `target` if left out. target_note: what README.md says of a target that was exported too.
     adapter: that export, where the target is served with an adapter. planned: (first batch, last batch, tokens to draft), what an
     evaluation found fastest, which README.md then starts engines with. verdict: of an evaluation that found that the head does not pay, which
-    README.md opens with. again: how the export is made again, for its lines. trained, measured: what the passport says of both. The head itself is not changed. Raises UserError where
+    README.md opens with. again: how the export is made again, for its lines. history: for the passport. The head itself is not changed. Raises UserError where
     the layout cannot hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is
     loaded again and must give the same logits.
     """
@@ -83,19 +82,12 @@ def export_head(
         by_batch=planned,
         again=again or Again(),
     )
-    _write(
-        dest,
-        Exported(head, target, chosen, files, serving, target_note, verdict),
-        made_for or target.identity,
-        trained,
-        measured,
-    )
+    exported = Exported(head, target, chosen, files, serving, target_note, verdict, history)
+    _write(dest, exported, made_for or target.identity)
     return dest
 
 
-def _write(
-    dest: Path, exported: Exported, made_for: TargetIdentity, trained: Trained | None, measured: tuple[Measured, ...]
-) -> None:
+def _write(dest: Path, exported: Exported, made_for: TargetIdentity) -> None:
     """Write the directory, all or nothing, and load it again."""
     head, files, layout = exported.head, exported.files, exported.layout
     with model_directory(dest, replaces=replaced_files(dest, files)) as temporary:
@@ -108,8 +100,8 @@ def _write(
             head=facts_of(head),
             num_speculative_tokens=exported.serving.tokens,
             dtype=exported.serving.dtype,
-            trained=trained,
-            measured=measured,
+            trained=exported.history.trained,
+            measured=exported.history.measured,
         )
         write_passport(temporary, passport)
         (temporary / README).write_text(write_readme(exported), encoding="utf-8")

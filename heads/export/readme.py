@@ -7,6 +7,7 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.engines import ADAPTER_NAME, ENGINES, Serving, Snippet, split_obstacle, steps_in_words
 from draftsmith.heads.formats.layout import Layout, drafts_for, joined, target_obstacle
 from draftsmith.heads.formats.schema import ModelFiles
+from draftsmith.heads.record import NO_HISTORY, History
 from draftsmith.target.target import Target
 
 README = "README.md"
@@ -29,7 +30,7 @@ _SAYS = "So says the evaluation of the run that it is from."
 @dataclass(frozen=True)
 class Exported:
     """What was exported, and how it is served. target_note: text about the target, where that was exported too. verdict: why the
-    head should not be deployed, empty where nobody found that."""
+    head should not be deployed, empty where nobody found that. history: for the passport."""
 
     head: DraftHead
     target: Target
@@ -38,6 +39,7 @@ class Exported:
     serving: Serving
     target_note: str = ""
     verdict: str = ""
+    history: History = NO_HISTORY
 
 
 def write_readme(exported: Exported) -> str:

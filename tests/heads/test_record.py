@@ -10,7 +10,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.training.history import trained_length
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.formats.recognise import load_head
-from draftsmith.heads.record import RECORD, HeadFacts, Trained, facts_of, read_passport, write_passport
+from draftsmith.heads.record import RECORD, HeadFacts, History, Trained, facts_of, read_passport, write_passport
 from draftsmith.storage import fingerprint
 from tests.exports import PLAIN, VOCAB, make_dflash2, make_eagle3, make_target
 
@@ -19,7 +19,7 @@ from tests.exports import PLAIN, VOCAB, make_dflash2, make_eagle3, make_target
 def test_a_passport_says_how_a_head_is_computed(method: str, tmp_path: Path) -> None:
     target = make_target()
     head = PLAIN[method](target)
-    folder = export_head(head, target, tmp_path / "out", trained=Trained(answers=3, longest=40))
+    folder = export_head(head, target, tmp_path / "out", history=History(Trained(answers=3, longest=40)))
     passport = read_passport(folder)
     assert passport is not None
     assert passport.head == facts_of(head) == facts_of(load_head(folder, target))

@@ -32,6 +32,7 @@ FLOORS = (
     ("eval/measure",),
     ("eval/planner",),
     ("eval/tree_search", "eval/report", "eval/engines"),
+    ("eval/certificate",),
     ("draftsmith/recipe",),
     ("train",),
     ("draftsmith/estimate",),

@@ -46,7 +46,7 @@ from draftsmith.train.process import LAUNCHED, world
 def run(own: Namespace, words: list[str]) -> int:
     """Make all stages."""
     gate = read_gate(own)
-    session = _session("run", words, own.redo)
+    session = session_of("run", words, own.redo)
     launch = launching.check_launching(session, own.launch, "run")
     if launch and session.recipe.target.shared:
         launching.launch(session, launch, "run", [*words, *gate.words])
@@ -66,7 +66,7 @@ def run(own: Namespace, words: list[str]) -> int:
 
 def regenerate(own: Namespace, words: list[str]) -> int:
     """Let the target answer the prompts."""
-    session = _session("regenerate", words, own.redo)
+    session = session_of("regenerate", words, own.redo)
     if not session.recipe.answers.regenerate:
         raise UserError("answers.regenerate is false in this recipe: set it to true to let the target answer.")
     launch = launching.check_launching(session, own.launch, "regenerate")
@@ -84,7 +84,7 @@ def regenerate(own: Namespace, words: list[str]) -> int:
 
 def extract(own: Namespace, words: list[str]) -> int:
     """Store hidden states."""
-    session = _session("extract", words, own.redo)
+    session = session_of("extract", words, own.redo)
     if session.recipe.features.source == "online":
         raise UserError("features.source is online in this recipe, so nothing is stored: set it to store.")
     launch = launching.check_launching(session, own.launch, "extract")
@@ -100,7 +100,7 @@ def extract(own: Namespace, words: list[str]) -> int:
 
 def train(own: Namespace, words: list[str]) -> int:
     """Train the head, after its data have been made."""
-    session = _session("train", words, own.redo)
+    session = session_of("train", words, own.redo)
     launching.check_script(own.script, session.recipe.method)
     launch = launching.check_launching(session, own.launch, "train")
     shared = launch is not None and session.recipe.target.shared  # which this process cannot open alone
@@ -139,7 +139,7 @@ def evaluate(own: Namespace, words: list[str]) -> int:
     if wrong := next((name for name in ONLY_SERVED if getattr(own, name)), None):
         raise UserError(f"--{wrong} is for running servers: name them with --url, or leave it out.")
     gate, made, decode = read_gate(own), "evaluate --no-decode" if own.no_decode else "evaluate", not own.no_decode
-    session = _session("evaluate", words, own.redo, own.head, made)
+    session = session_of("evaluate", words, own.redo, own.head, made)
     if launch := launching.check_launching(session, own.launch, "evaluate"):
         head = [] if own.head is None else ["--head", str(own.head)]
         launching.launch(session, launch, made, [*words, *head, *gate.words])
@@ -154,7 +154,7 @@ def evaluate(own: Namespace, words: list[str]) -> int:
 
 def chat(own: Namespace, words: list[str]) -> int:
     """Answer one prompt, or all that is typed."""
-    talk = Chat(_session("chat", words, [], own.head), own.temperature, own.system, compare=own.compare)
+    talk = Chat(session_of("chat", words, [], own.head), own.temperature, own.system, compare=own.compare)
     talk.introduce()
     if own.prompt is None:
         converse(talk)
@@ -163,7 +163,7 @@ def chat(own: Namespace, words: list[str]) -> int:
     return 0
 
 
-def _refuse_redo(name: str, words: list[str], why: str) -> None:
+def refuse_redo(name: str, words: list[str], why: str) -> None:
     """Raise UserError for --redo of a command that makes no stage; `why` says so in a clause."""
     if take_options(words, [REDO])[0].redo:
         raise UserError(f"{name} makes no stage of a recipe: leave --redo out, {why}.")
@@ -171,20 +171,20 @@ def _refuse_redo(name: str, words: list[str], why: str) -> None:
 
 def search(own: Namespace, words: list[str]) -> int:
     """Find a tree."""
-    _refuse_redo("search-tree", words, "a tree is searched every time")
-    session = _session("search-tree", words, [], own.head)
+    refuse_redo("search-tree", words, "a tree is searched every time")
+    session = session_of("search-tree", words, [], own.head)
     put(search_tree(session, own.nodes, own.temperature, own.output))
     return 0
 
 
 def costs(own: Namespace, words: list[str]) -> int:
     """Time this machine, or running servers."""
-    _refuse_redo("costs", words, "costs are measured every time")
+    refuse_redo("costs", words, "costs are measured every time")
     if own.server and own.head is not None:
         raise UserError("--head is for this machine, and the servers of --server have their own heads: leave it out.")
     if own.model and not own.server:
         raise UserError("--model is what servers call the target: name them with --server, or leave it out.")
-    session = _session("costs", words, [], own.head)
+    session = session_of("costs", words, [], own.head)
     if own.server:
         put(served_costs_table(session, own.output, own.server, own.model))
     else:
@@ -194,11 +194,11 @@ def costs(own: Namespace, words: list[str]) -> int:
 
 def quality(own: Namespace, words: list[str]) -> int:
     """Let drafters that change texts answer tasks of lm-eval."""
-    _refuse_redo("quality", words, "tasks are answered every time")
+    refuse_redo("quality", words, "tasks are answered every time")
     names = [name.strip() for name in (own.tasks or "").split(",") if name.strip()]
     if not names:
         raise UserError("quality needs tasks of lm-eval: add --tasks gsm8k, or several with commas between them.")
-    session = _session("quality", words, [], own.head)
+    session = session_of("quality", words, [], own.head)
     check_file("--output", own.output, (".json",), r'\A\{\n  "schema_version": .*"scores": ')
     try:
         from draftsmith.cli.quality import measure_quality
@@ -216,7 +216,7 @@ def export(own: Namespace, words: list[str]) -> int:
     if own.gguf is None and (own.gguf_type or own.gguf_pre):
         alone = "--gguf-type" if own.gguf_type else "--gguf-pre"
         raise UserError(f"{alone} is for conversion: name a llama.cpp source tree with --gguf.")
-    session = _session("export", words, own.redo, own.head)
+    session = session_of("export", words, own.redo, own.head)
     preflight(session, "export")
     if own.gguf:
         check_conversion(session, own.gguf)
@@ -234,7 +234,7 @@ def report(own: Namespace, words: list[str]) -> int:
     if words and not words[0].startswith("-"):
         paths = [Path(word) for word in words]
     else:
-        session = _session("report", words, own.redo)
+        session = session_of("report", words, own.redo)
         run, export, again = session.run, session.recipe.export, session.again
         if price is None and own.costs is None:
             price = session.recipe.evaluate.price_per_hour
@@ -303,13 +303,13 @@ def compare(own: Namespace, words: list[str]) -> int:
 
 def import_native(own: Namespace, words: list[str]) -> int:
     """Take the target's own MTP layer as a head."""
-    put(import_layer(_session("import", words, []), own.output))
+    put(import_layer(session_of("import", words, []), own.output))
     return 0
 
 
 def inspect(own: Namespace, words: list[str]) -> int:
     """Show what is learned from."""
-    session, console = _session("inspect", words, own.redo), Console()
+    session, console = session_of("inspect", words, own.redo), Console()
     look_at(session, session.conversations, learned=not session.recipe.answers.regenerate)
     for sample in samples_at_hand(session, own.count):
         show_conversation(sample, session.tokenizer, console)
@@ -366,7 +366,7 @@ def plan(own: Namespace, words: list[str]) -> int:
     return 0
 
 
-def _session(name: str, words: list[str], redo: list[str], head: Path | None = None, made: str = "") -> Session:
+def session_of(name: str, words: list[str], redo: list[str], head: Path | None = None, made: str = "") -> Session:
     """Return the session of a command's recipe. made: the command by the stages that it makes, its name if left out."""
     recipe = _recipe(name, words)
     check_redo(redo, made or name, recipe)

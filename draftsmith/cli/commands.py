@@ -69,6 +69,7 @@ def diagnose(own: Namespace, words: list[str]) -> int:
 
 _read_temperature = number("0 (greedy), or a number up to 100", lambda value: 0 <= value <= 100)
 _read_count = whole_number("a number of at least 1")
+_read_share = number("a number above 0 and below 1", lambda value: 0 < value < 1)
 
 REDO = Option(
     "--redo",
@@ -165,6 +166,47 @@ _QUALITY = (
         whole_number("a number of prompts, at least 1"),
     ),
     Option("--output", "FILE", "The scores, a .json file; quality.json if left out.", Path, Path("quality.json")),
+    _HEAD,
+)
+_CERTIFY = (
+    Option(
+        "--output",
+        "FILE",
+        "The certificate, a .json file; certificate.json if left out. Its page lies beside it.",
+        Path,
+        Path("certificate.json"),
+    ),
+    Option(
+        "--url",
+        "URL",
+        "Certify a running vLLM or llama-server that drafts, http://HOST:PORT, against a second one of the same target that does not: "
+        "the one that drafts first.",
+        text,
+        many=True,
+    ),
+    Option(
+        "--model",
+        "NAME",
+        "What the servers call the target, where that is not its own name; once for each name.",
+        text,
+        many=True,
+    ),
+    Option("--distance", "D", "The total variation to be found; 0.05 if left out.", _read_share, 0.05),
+    Option("--power", "P", "The probability to find it; 0.9 if left out.", _read_share, 0.9),
+    Option(
+        "--level",
+        "A",
+        "The probability, at most, that a right decoder gets no certificate; 0.01 if left out.",
+        _read_share,
+        0.01,
+    ),
+    Option(
+        "--prompts",
+        "N",
+        "How many prompts; the shortest of each slice. 5 if left out.",
+        whole_number("a number of prompts from 2 on", 1000),
+        5,
+    ),
     _HEAD,
 )
 _COMPARE = (
@@ -290,6 +332,11 @@ COMMANDS: dict[str, Command] = {
     "quality": Command(
         "answer tasks of lm-eval with drafters that change texts (typical acceptance, tuned targets) and with the target alone",
         _QUALITY,
+    ),
+    "certify": Command(
+        "test whether drafted texts are the target's own, here or on running servers, and whether the tests find known faults",
+        _CERTIFY,
+        "certify:certify",
     ),
     "export": Command("write the directory that a serving engine loads", (_HEAD, REDO, *_GGUF)),
     "report": Command(

@@ -128,6 +128,11 @@ def _none(flags: Tensor) -> bool:
     return flags.device.type == "cpu" and not bool(flags.any())
 
 
+def accepts(uniform: Tensor, q: Tensor, p: Tensor) -> Tensor:
+    """Return where tokens x ~ q stay, by a uniform each: with probability min(1, p(x) / q(x))."""
+    return uniform * q < p
+
+
 def residual(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None) -> Tensor:
     """Return norm((p - q)+), the distribution of the next token once a token x ~ q is rejected; all NaN if q has any.
 
@@ -159,7 +164,7 @@ def accept_child(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None, children: C
         drafted = look_up(q_BW, token_B, vocab_W)
         broken_B |= open_B & is_broken(drafted, first=i == 0)
         open_B &= drafted.q > 0
-        accepted_B = open_B & (uniform_B * drafted.q < p_BV.gather(1, token_B[:, None])[:, 0])
+        accepted_B = open_B & accepts(uniform_B, drafted.q, p_BV.gather(1, token_B[:, None])[:, 0])
         child_B = torch.where(accepted_B, node_B, child_B)
         rejected_B1 = (open_B & ~accepted_B)[:, None]
         if not _none(rejected_B1):
@@ -255,7 +260,7 @@ def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: 
     drafted = look_up(draft_probs_BKW, token_BK, draft.vocab_W)
     p_BK = p_BNV[:, :-1].gather(2, token_BK[..., None])[..., 0]
     drawn_BK = valid_BK & (drafted.q > 0)
-    accept_BK = drawn_BK & (noise.draw(ACCEPT, nodes)[:, 1:] * drafted.q < p_BK)
+    accept_BK = drawn_BK & accepts(noise.draw(ACCEPT, nodes)[:, 1:], drafted.q, p_BK)
     end = _deepest(draft, F.pad(accept_BK, (1, 0)))
 
     weights_BV = p_BNV[row, end.node_B]

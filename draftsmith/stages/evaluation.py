@@ -224,10 +224,8 @@ def served_costs_table(session: Session, path: Path, urls: Sequence[str], names:
     recipe, spec = session.recipe, session.recipe.evaluate
     alone = session.original or TargetIdentity(recipe.target.path)
     servers = [MeasuredServer(url, names or [session.target_path]) for url in urls]
-    config = load_config(session.target_path, recipe.target.trust_remote_code).get_text_config(decoder=True)
-    length = context_of(config) or sys.maxsize
-    tokenizer = load_tokenizer(session.target_path, recipe.target.trust_remote_code, recipe.data.chat_template)
-    prompts = make_prompts(recipe, conversations_of(session), tokenizer, length, session.warn)
+    length = _served_context(session)
+    prompts = served_prompts(session)
     digest = alone.fingerprint or fingerprint_directory(weights_directory(session.target_path))
     table = measure_served(
         servers,
@@ -244,6 +242,18 @@ def served_costs_table(session: Session, path: Path, urls: Sequence[str], names:
         k = server.num_speculative_tokens
         say(f"costs: {server.url}, {server.engine}, {f'drafts {k} tokens a round' if k else 'is the target alone'}")
     return path
+
+
+def served_prompts(session: Session) -> Prompts:
+    """Return the recipe's evaluation prompts for its target on a server; no model is loaded."""
+    recipe = session.recipe
+    tokenizer = load_tokenizer(session.target_path, recipe.target.trust_remote_code, recipe.data.chat_template)
+    return make_prompts(recipe, conversations_of(session), tokenizer, _served_context(session), session.warn)
+
+
+def _served_context(session: Session) -> int:
+    config = load_config(session.target_path, session.recipe.target.trust_remote_code).get_text_config(decoder=True)
+    return context_of(config) or sys.maxsize
 
 
 def _is_there(session: Session, path: Path) -> bool:

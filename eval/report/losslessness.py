@@ -54,10 +54,13 @@ def _widest(dtype: str, gaps: Sequence[float]) -> str:
         f"where they part, the target's logits of the two tokens differ by at most {significant(gap)}, so that its own token was "
         f"{_odds(gap)} times as likely."
     )
-    if dtype not in _FRACTION_BITS:
-        return text
-    step = _LOGIT / 2 ** _FRACTION_BITS[dtype]
-    return f"{text} {dtype} rounds a logit of {_LOGIT} to steps of {step:.3g}."
+    step = logit_step(dtype)
+    return f"{text} {dtype} rounds a logit of {_LOGIT} to steps of {step:.3g}." if step else text
+
+
+def logit_step(dtype: str) -> float:
+    """Return the step to which a dtype rounds a likely token's logit; 0 where we do not know it."""
+    return _LOGIT / 2 ** _FRACTION_BITS[dtype] if dtype in _FRACTION_BITS else 0.0
 
 
 def _odds(gap: float | None) -> str:

@@ -91,8 +91,8 @@ def page(certificate: Certificate) -> str:
     lines += [
         f"Above temperature 0 the first {design.tokens} tokens of answers to {design.prompts} prompts are compared with the target's "
         f"own, {design.samples:,} samples of each side. Over all {design.tests} tests a right decoder fails with a probability of at "
-        f"most {design.level:.2g}; so each is at a level of {design.level_of_each:.2g}. A total variation of {design.distance:g} is "
-        f"found by each with a power of {design.power:g} or more.",
+        f"most {design.level:.2g}; so each is at a level of {design.level_of_each:.2g}. A mean total variation of {design.distance:g} over "
+        f"the bins is found by each with a power of {design.power:g} or more.",
         "",
         "| drafts | temperature | drafted tokens accepted | drafts rejected | smallest p | largest distance (99% interval) | by chance | least power |",
         "|---|---|---|---|---|---|---|---|",

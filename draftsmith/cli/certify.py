@@ -161,6 +161,10 @@ def certify(own: Namespace, words: list[str]) -> int:
         )
     subject = _Servers(session, own.url, own.model, settings[0]) if own.url else _Decoder(session)
     prompts = _short_ones(subject.requests, own.prompts)
+    if len(prompts) < 2:
+        raise UserError(
+            "certify takes two prompts or more, as one fault is another prompt's prefix: raise --prompts, or add some."
+        )
     ways = [(sampling, name) for sampling in settings for name in subject.names(sampling)]
     tokens = max(4, min(_TOKENS, subject.longest + 2))
     tests, repeats = len(ways) * checks_of(tokens), max(1, _ROWS // len(prompts))

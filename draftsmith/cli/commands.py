@@ -139,6 +139,13 @@ _REPORT = (
         number("a price above 0 and at most 1000000", lambda value: 0 < value <= 10**6),
     ),
 )
+_MODEL = Option(
+    "--model",
+    "NAME",
+    "What the servers call the target, where that is not its own name; once for each name.",
+    text,
+    many=True,
+)
 _COSTS = (
     Option("--output", "FILE", "The table, a .json file; costs.json if left out.", Path, Path("costs.json")),
     Option(
@@ -149,13 +156,7 @@ _COSTS = (
         text,
         many=True,
     ),
-    Option(
-        "--model",
-        "NAME",
-        "What the servers call the target, where that is not its own name; once for each name.",
-        text,
-        many=True,
-    ),
+    _MODEL,
 )
 _QUALITY = (
     Option("--tasks", "NAMES", "Names of tasks, or YAML files; commas between them.", text),
@@ -184,29 +185,11 @@ _CERTIFY = (
         text,
         many=True,
     ),
-    Option(
-        "--model",
-        "NAME",
-        "What the servers call the target, where that is not its own name; once for each name.",
-        text,
-        many=True,
-    ),
+    _MODEL,
     Option("--distance", "D", "The total variation to be found; 0.05 if left out.", _read_share, 0.05),
     Option("--power", "P", "The probability to find it; 0.9 if left out.", _read_share, 0.9),
-    Option(
-        "--level",
-        "A",
-        "The probability, at most, that a right decoder gets no certificate; 0.01 if left out.",
-        _read_share,
-        0.01,
-    ),
-    Option(
-        "--prompts",
-        "N",
-        "How many prompts; the shortest of each slice. 5 if left out.",
-        whole_number("a number of prompts from 2 on", 1000),
-        5,
-    ),
+    Option("--level", "A", "How often, at most, a right decoder fails; 0.01 if left out.", _read_share, 0.01),
+    Option("--prompts", "N", "How many prompts; 5 if left out.", whole_number("a number of prompts", 1000), 5),
     _HEAD,
 )
 _COMPARE = (

@@ -222,7 +222,7 @@ class Judge:
             self.journal.add(name, kept)
             drawn = sum(map(len, kept["tokens"]))
             if control is not None:  # how many a control takes is not known beforehand
-                self.bar.total += drawn
+                self.bar.total = (self.bar.total or 0) + drawn
             self.bar.update(drawn)
         return kept
 

@@ -41,9 +41,10 @@ class SampledServer(ModelServer):
     def __init__(self, url: str, names: Sequence[str], probe: Request, sampling: Sampling) -> None:
         super().__init__(url, "--url")
         self.model = self.find_model(names, "name it with --model")
-        once, again, *others = (self.answer(probe, 6, sampling, seed) for seed in (1, *range(1, _ALIKE + 1)))
-        if once.ids_T != again.ids_T or all(one.ids_T == once.ids_T for one in others):
-            what = "another answer to the same seed" if once.ids_T != again.ids_T else f"one answer to {_ALIKE} seeds"
+        same = {self.answer(probe, 6, sampling, 1).ids_T for _ in range(3)}
+        others = {self.answer(probe, 6, sampling, seed).ids_T for seed in range(2, _ALIKE + 1)}
+        if len(same) == 3 or len(same | others) == 1:
+            what = "other answers to the same seed" if len(same) == 3 else f"one answer to {_ALIKE} seeds"
             raise UserError(
                 f"{self.url} gives {what} at temperature {sampling.temperature:g}, so its samples are not known to be independent: name an "
                 "engine that obeys the `seed` of a request, or a higher temperature."

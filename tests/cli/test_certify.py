@@ -81,6 +81,7 @@ def test_what_cannot_be_certified_is_refused(place: Path, tmp_path: Path, capsys
         (["--evaluate.temperatures", "[0.0]"], "evaluate.temperatures holds 0 alone"),
         (["--evaluate.drafts", typical], "typical (lossy), whose acceptance is lossy by design"),
         (["--url", "http://localhost:1"], "--url is given 1 times: give the server that drafts"),
+        (["--prompts", "1", *HOT], "certify takes two prompts or more"),
         (["--model", "m"], "--model is what servers call the target"),
         (["--level", "1"], "--level is '1': give a number above 0 and below 1"),
         (["--output", "a.txt"], "--output is a.txt, which has another ending"),

@@ -112,7 +112,7 @@ def test_what_cannot_be_sampled_is_refused() -> None:
     without = 200, {"choices": [{"text": "a", "logprobs": None}]}
     for reply, names, said in (
         (same, ["target"], "gives one answer to 8 seeds at temperature 0.8"),
-        (unseeded, ["target"], "gives another answer to the same seed"),
+        (unseeded, ["target"], "gives other answers to the same seed"),
         (lambda asked: without, ["target"], "answers without the log probabilities and ids of its tokens"),
         (same, ["other"], "serves served, not other"),
     ):

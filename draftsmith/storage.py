@@ -268,7 +268,7 @@ def claim(path: Path, *, wait: bool = False, elsewhere: str = ELSEWHERE) -> Text
         if error.errno in (errno.EAGAIN, errno.EACCES):
             file.close()
             raise UserError(
-                f"Another draftsmith is at work in {path.parent}: wait for it to end, or choose another --output_dir."
+                f"Another draftsmith is at work in {path.parent}: wait for it to end, or choose another {elsewhere.split()[0]}."
             ) from error
     return file
 

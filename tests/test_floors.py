@@ -30,7 +30,7 @@ FLOORS = (
     ("eval/conformance", "eval/results", "eval/training"),
     ("eval/clocks", "eval/gate", "eval/ledger"),
     ("eval/measure",),
-    ("eval/planner",),
+    ("eval/planner", "eval/watch"),
     ("eval/tree_search", "eval/report", "eval/engines"),
     ("eval/certificate",),
     ("draftsmith/recipe",),

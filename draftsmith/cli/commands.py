@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 
+from draftsmith.cli.watch_options import WATCH
 from draftsmith.errors import UserError
 from draftsmith.recipe.options import Option, number, text, whole_number
 
@@ -343,6 +344,12 @@ COMMANDS: dict[str, Command] = {
         "what a better head would bring on your server: how engines are started that accept as it would, to be timed with evaluate --url",
         _WHAT_IF,
         "served:what_if",
+        takes_recipe=False,
+    ),
+    "watch": Command(
+        "follow what a server accepts, and end with code 3 where it fell for good, 4 where it rose",
+        WATCH,
+        "watch:watch",
         takes_recipe=False,
     ),
     "import": Command(

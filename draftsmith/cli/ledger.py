@@ -9,7 +9,7 @@ from draftsmith.errors import UserError, did_you_mean
 from draftsmith.eval.ledger.counts import LEDGER
 from draftsmith.eval.ledger.sources import Told, read_source
 from draftsmith.eval.results.intervals import Interval
-from draftsmith.eval.results.result import Measures, read_result
+from draftsmith.eval.results.result import Measures, Result, read_result
 
 
 def acceptance(own: Namespace, words: list[str]) -> int:
@@ -21,7 +21,7 @@ def acceptance(own: Namespace, words: list[str]) -> int:
         )
     if own.drafter is not None and own.report is None:
         raise UserError(f"--drafter {own.drafter} names a drafter of a report: give that with --report FILE.")
-    measures = own.report and _measures(own.report, own.drafter)
+    measures = own.report and read_measures(own.report, own.drafter)[:2]
     told = read_source(words[0])
     put(_facts(words[0], told))
     for one in LEDGER:
@@ -36,13 +36,14 @@ def acceptance(own: Namespace, words: list[str]) -> int:
     return 0
 
 
-def _measures(path: Path, drafter: str | None) -> tuple[str, Measures]:
-    """Return the drafter and its numbers over all slices."""
-    found = read_result(path).drafters
+def read_measures(path: Path, drafter: str | None) -> tuple[str, Measures, Result]:
+    """Return the drafter, its numbers over all slices, and the whole result."""
+    result = read_result(path)
+    found = result.drafters
     name = drafter or next(iter(found))
     if name not in found:
         raise UserError(f"{path} has no drafter {name!r}{did_you_mean(name, found)}: it has {', '.join(found)}.")
-    return name, found[name].overall
+    return name, found[name].overall, result
 
 
 def _facts(where: str, told: Told) -> str:

@@ -4,7 +4,7 @@ The shapes were read in the code that counts.py names. An unknown one is refused
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -26,12 +26,14 @@ _REMEDY = "give an engine's log, its answers as JSON, or the address of its serv
 @dataclass(frozen=True)
 class Told:
     """What a source tells. engine: whose. counts: of everything. answers: of each answer, none where it tells sums alone. note: what
-    limits it, a sentence or nothing."""
+    limits it, a sentence or nothing. requests: that ended, where a server counts them. parts: of each answer or interval of a log."""
 
     engine: str
     counts: Counts
     answers: tuple[Counts, ...] = ()
     note: str = ""
+    requests: float | None = None
+    parts: tuple[Counts, ...] = ()
 
 
 def read_source(where: str) -> Told:
@@ -39,7 +41,10 @@ def read_source(where: str) -> Told:
     if where.startswith(("http://", "https://")):
         return read_server(ModelServer(where, "the address"))
     text = read_text(Path(where), _REMEDY)
-    return _records(text, where) if text.lstrip()[:1] in ("{", "[") else _log(text, where)
+    told = _records(text, where) if text.lstrip()[:1] in ("{", "[") else read_log(text.splitlines())
+    if told is None:
+        raise UserError(f"{where} {UNKNOWN_LOG}")
+    return told
 
 
 def _records(text: str, where: str) -> Told:
@@ -51,7 +56,7 @@ def _records(text: str, where: str) -> Told:
         lines = [text]
     values = [parse_json(line, where, _REMEDY) for line in lines]
     records = values[0] if len(values) == 1 and isinstance(values[0], list) else values
-    found = [told for record in records for told in _of_record(record, where)]
+    found = [told for record in records for told in read_record(record, where)]
     engines = {engine for engine, _ in found}
     if len(engines) != 1:
         what = f"mixes answers of {' and '.join(sorted(engines))}" if engines else "tells of no drafts"
@@ -67,10 +72,10 @@ def _records(text: str, where: str) -> Told:
 
 def read_answer(record: Any, where: str) -> Counts | None:
     """Return what an answer, or a chunk of one, tells of its drafts. Raises UserError for numbers that contradict each other."""
-    return next((counts for _, counts in _of_record(record, where)), None)
+    return next((counts for _, counts in read_record(record, where)), None)
 
 
-def _of_record(record: Any, where: str) -> Iterator[tuple[str, Counts]]:
+def read_record(record: Any, where: str) -> Iterator[tuple[str, Counts]]:
     """Yield engine and counts of every answer in a record. Raises UserError for numbers that contradict each other."""
     if not isinstance(record, dict):
         return
@@ -202,33 +207,33 @@ _LLAMA_POSITIONS = re.compile(r"acc per pos = \(([\d., ]+)\)")
 _LLAMA_LINE = re.compile(r"draft acceptance(?: rate)? = [\d.]+ \(\s*(\d+) accepted /\s*(\d+) generated\)")
 
 
-def _log(text: str, where: str) -> Told:
-    """Read an engine's log, line by line."""
-    lines = text.splitlines()
+UNKNOWN_LOG = (
+    "is no log that is known: it has no line of vLLM (SpecDecoding metrics), SGLang (accept len) or llama.cpp (draft acceptance); give "
+    "one written while the server drafted, or its answers as JSON."
+)
+
+
+def read_log(lines: Sequence[str]) -> Told | None:
+    """Return what lines of an engine's log tell; None where none of them does."""
     if found := [_vllm_line(match) for line in lines if (match := _VLLM_LINE.search(line))]:
         note = (
             f"The log tells sums alone, of {len(found)} intervals; for each answer start the server with {_PER_ANSWER}."
         )
-        return Told(VLLM, _sum(found), (), note)
+        return Told(VLLM, _sum(found), (), note, parts=tuple(found))
     if found := [_sglang_line(match) for line in lines if (match := _SGLANG_LINE.search(line))]:
         note = "SGLang's log has ratios of two digits, here weighted by running requests: for counts keep the answers' meta_info."
-        return Told(SGLANG, _sum(found), (), note)
+        return Told(SGLANG, _sum(found), (), note, parts=tuple(found))
     answers, tokens = list[Counts](), 0
     for line in lines:
         if match := _LLAMA_TOKENS.search(line):
             tokens = int(match[1])
-        elif match := _LLAMA_LINE.search(line):
+        elif (match := _LLAMA_LINE.search(line)) and tokens > int(match[1]):  # else the log begins between the two
             said = {"predicted_n": tokens, "draft_n_accepted": int(match[1]), "draft_n": int(match[2])}
-            answers += [one] if (one := _llama(said, None)) else []
+            answers, tokens = answers + ([one] if (one := _llama(said, None)) else []), 0
         elif answers and (match := _LLAMA_POSITIONS.search(line)):
             last = answers[-1]
             answers[-1] = replace(last, by_length=_by_length(last.rounds, match[1], last.accepted))
-    if answers:
-        return Told(LLAMA, _sum(answers), tuple(answers))
-    raise UserError(
-        f"{where} is no log that is known: it has no line of vLLM (SpecDecoding metrics), SGLang (accept len) or llama.cpp (draft "
-        "acceptance); give one written while the server drafted, or its answers as JSON."
-    )
+    return Told(LLAMA, _sum(answers), tuple(answers), parts=tuple(answers)) if answers else None
 
 
 def _vllm_line(match: re.Match[str]) -> Counts:
@@ -263,20 +268,24 @@ _COUNTERS = {
     )
     for engine, prefix in ((VLLM, "vllm"), (LLAMA, "llamacpp"))
 }
+_VLLM_REQUESTS = "vllm:request_success_total"
 _SGLANG_NAMES = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
 _SGLANG_COUNTERS = tuple(f"sglang:{name}_total" for name in ("spec_verify_calls", "generation_tokens", "num_requests"))
 """Of answers that are finished: their rounds, their tokens, their number (its metrics_collector.py)."""
 
 
-def read_server(server: ModelServer) -> Told:
-    """Return what the counters of a running server tell, since its start. Raises UserError where it counts no drafts."""
+def read_server(server: ModelServer, *, idle: bool = False) -> Told:
+    """Return what the counters of a running server tell, since its start. idle: also where it has drafted nothing yet. Raises UserError
+    where it counts no drafts."""
     page = server.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
     if page.lstrip().startswith("["):  # TensorRT-LLM's iterations since they were last asked for
         return _records(page, server.url)
-    found = server.counters(page, (*chain.from_iterable(_COUNTERS.values()), *_SGLANG_COUNTERS, *_SGLANG_NAMES))
+    found = server.counters(
+        page, (*chain.from_iterable(_COUNTERS.values()), *_SGLANG_COUNTERS, *_SGLANG_NAMES, _VLLM_REQUESTS)
+    )
     for engine, names in _COUNTERS.items():
         drafts, drafted, accepted, by_position = (found[name] for name in names)
-        if not (sum(drafts.values()) and drafted and accepted):
+        if not (drafts and drafted and accepted and (idle or sum(drafts.values()))):
             continue
         rounds, kept = sum(drafts.values()), sum(accepted.values())
         reached: dict[int, float] = {}
@@ -293,13 +302,14 @@ def read_server(server: ModelServer) -> Told:
             Counts(rounds, kept, sum(drafted.values()), by_length),
             (),
             f"Sums since the server started; {more}.",
+            sum(ended.values()) if (ended := found[_VLLM_REQUESTS]) else None,
         )
     rounds, tokens, answers = (sum(found[name].values()) for name in _SGLANG_COUNTERS)
     # Each round ends with one token of the target's own, and each answer's first token is that of the prompt's pass.
-    if rounds and answers and tokens >= rounds + answers:
-        return Told(
-            SGLANG, Counts(rounds, tokens - rounds - answers), (), "Sums of the answers since the server started."
-        )
+    if (rounds and answers and tokens >= rounds + answers) or (idle and found[_SGLANG_COUNTERS[0]]):
+        told = max(tokens - rounds - answers, 0.0) if rounds else 0.0
+        note = "Sums of the answers since the server started."
+        return Told(SGLANG, Counts(rounds, told), (), note, answers)
     lengths, rates = (list(found[name].values()) for name in _SGLANG_NAMES)
     if lengths and lengths[0] >= 1:
         rate = rates[0] if rates else 0.0

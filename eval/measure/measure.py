@@ -245,7 +245,7 @@ def sampling_error(texts: Sequence[Text], k: int) -> float | None:
     return float(sum(decoded.tokens for decoded, _ in pairs) / rounds**2 * variance**0.5)
 
 
-def is_looping(ids: Sequence[int], length: int = 6, times: int = 4) -> bool:
+def is_looping(ids: Sequence[int] | Sequence[str], length: int = 6, times: int = 4) -> bool:
     """Return whether some `length`-gram occurs at least `times` times."""
     grams = Counter(tuple(ids[i : i + length]) for i in range(len(ids) - length + 1))
     return max(grams.values(), default=0) >= times

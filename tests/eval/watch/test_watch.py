@@ -1,0 +1,267 @@
+"""`draftsmith watch`: files that grow, a server on loopback that restarts, alarms with their codes, what is kept, and bad input."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftsmith.cli.main import main
+from draftsmith.data.conversations.load import load_conversations
+from draftsmith.errors import UserError
+from draftsmith.eval.results.result import read_result
+from draftsmith.eval.watch.follow import FileSource, ServerSource
+from draftsmith.eval.watch.keep import FILE, redact
+from draftsmith.eval.watch.sequential import LOW
+from draftsmith.foreign.server import ModelServer
+from tests.eval.engines.fake_server import Engine, serving
+from tests.eval.ledger.test_ledger import LLAMA_LOG, llama, vllm, vllm_line
+
+REPORT = Path(__file__).parents[3] / "docs/results/smollm2/eagle3/t0/result.json"
+BASELINE = ["--baseline", "300"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def answers(n: int, alpha: Callable[[int], float], start: int = 0, text: str = "an answer") -> Iterator[dict[str, Any]]:
+    """Yield answers of vLLM to two slices in turns, of prompts that differ; one every ten seconds."""
+    rng = np.random.default_rng(start)
+    for i in range(start, start + n):
+        p = alpha(i) * rng.uniform(0.8, 1.2)
+        accepted = (rng.random((int(rng.integers(5, 60)), 3)) < p).cumprod(1).sum(1).tolist()
+        record = vllm(accepted) | {"id": f"r{i}", "created": 1_700_000_000 + 10 * i, "slice": ("chat", "code")[i % 2]}
+        record["choices"][0]["message"] = {"role": "assistant", "content": text}
+        yield record | {"messages": [{"role": "user", "content": f"I am jo{i}@mail.org, call +49 170 1234567"}]}
+
+
+def write(rows: Iterator[dict[str, Any]] | list[dict[str, Any]], mode: str = "w") -> None:
+    with Path("answers.jsonl").open(mode) as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def watch(*words: str) -> int:
+    return main(["watch", *words])
+
+
+def follow(*words: str) -> int:
+    return watch("--records", "answers.jsonl", "--once", *BASELINE, *words)
+
+
+def code_falls(i: int) -> float:
+    return 0.5 if i % 2 and i > 1200 else 0.65
+
+
+def test_a_fall_is_found_in_its_slice_alone_and_named_with_its_requests(capfd: pytest.CaptureFixture[str]) -> None:
+    write(answers(2400, code_falls))
+    assert follow("--prometheus", "w.prom") == 3
+    out, err = capfd.readouterr()
+    chat, code = sorted(out.splitlines())[::-1]
+    assert chat.startswith("chat: 1,200 requests, tau ")
+    assert "no alarm" in chat
+    assert code.startswith("ALARM code: acceptance fell, tau ")
+    assert "too low, so train" in code
+    assert all(int(name[1:]) % 2 and int(name[1:]) > 1200 for name in code.rstrip(".").split("most by ")[1].split(", "))
+    assert "a fall of 10% is seen within about" in err
+    page = Path("w.prom").read_text()
+    assert 'draftsmith_watch_alarm{slice="code",direction="low"} 1\n' in page
+    assert 'draftsmith_watch_alarm{slice="chat",direction="low"} 0\n' in page
+    assert 'draftsmith_watch_requests_total{slice="chat"} 1200\n' in page
+
+
+def test_loops_are_too_high(capfd: pytest.CaptureFixture[str]) -> None:
+    write(answers(800, lambda _: 0.5))
+    write(answers(500, lambda _: 0.8, 800, "round and " * 20), "a")
+    assert follow("--tag", "kind", "--report", str(REPORT)) == 4
+    out, err = capfd.readouterr()
+    assert "warning: all: tau of the first requests is 1.8" in err  # the report's head accepts less
+    assert out.startswith("ALARM all: acceptance rose")
+    assert "(repeats itself)" in out
+    assert follow("--tag", "kind") == 4  # nothing new: the alarm stands
+
+
+def test_a_file_that_grows_and_a_watch_that_is_ended_come_to_the_same(capfd: pytest.CaptureFixture[str]) -> None:
+    rows = list(answers(2400, code_falls))
+    write(rows)
+    follow()
+    whole = capfd.readouterr().out
+    Path("watch.json").unlink()
+    write(rows[:500])
+    assert follow() == 0
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    Path("answers.jsonl").write_text(text[: len(text) // 2])  # ends within a line
+    assert watch("--records", "answers.jsonl", *BASELINE, "--requests", "1000", "--every", "0.05") == 0
+    Path("answers.jsonl").write_text(text)
+    capfd.readouterr()
+    assert follow() == 3
+    assert capfd.readouterr().out == whole
+
+
+def test_worst_requests_are_kept_only_when_asked_and_redacted(tmp_path: Path) -> None:
+    write(answers(700, lambda _: 0.6))
+    assert follow() == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".watch.json.lock", "answers.jsonl", "watch.json"]
+    Path("watch.json").unlink()
+    Path("mine.py").write_text(
+        "def hook(text):\n    return None if 'jo7@' in text else text.replace('call', '[VERB]')\n"
+    )
+    assert follow("--keep", "kept", "--keep-limit", "5", "--redact", "mine:hook") == 0
+    rows = [json.loads(line) for line in (tmp_path / "kept" / FILE).read_text().splitlines()]
+    assert len(rows) == 5
+    assert [row["lost"] for row in rows] == sorted((row["lost"] for row in rows), reverse=True)
+    assert rows[0]["messages"][0]["content"] == "I am [EMAIL], [VERB] [NUMBER]"
+    assert (tmp_path / "kept").stat().st_mode & 0o77 == 0
+    assert len(load_conversations([str(tmp_path / "kept" / FILE)])) == 5
+    # What is older than --keep-days goes, though nothing new comes.
+    old = [row | {"kept_at": row["kept_at"] - 3} for row in rows[:2]] + rows[2:]
+    (tmp_path / "kept" / FILE).write_text("".join(json.dumps(row) + "\n" for row in old))
+    assert follow("--keep", "kept", "--keep-limit", "5", "--keep-days", "2") == 0
+    assert [json.loads(line) for line in (tmp_path / "kept" / FILE).read_text().splitlines()] == rows[2:]
+
+
+def test_redaction_knows_shapes_of_secrets() -> None:
+    text = "a.b@c.de 10.0.0.1 sk-abcdefghijklmnop1234 https://me:pw@host/x Bearer abcdefghij 4111 1111 1111 1111 in 2026, 3.14"
+    assert redact(text) == "[EMAIL] [ADDRESS] [KEY] https://[PASSWORD]@host/x Bearer [KEY] [NUMBER] in 2026, 3.14"
+
+
+def counting(rounds: float, accepted: float, requests: float) -> str:
+    numbers = {"drafts": rounds, "draft_tokens": 3 * rounds, "accepted_tokens": accepted}
+    page = "".join(f'vllm:spec_decode_num_{name}_total{{engine="0"}} {n}\n' for name, n in numbers.items())
+    return f'{page}vllm:request_success_total{{finished_reason="stop"}} {requests}\n'
+
+
+def test_a_server_that_restarts_is_followed_and_one_that_accepts_less_found(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rng, counts, polls = np.random.default_rng(0), np.zeros(3), iter(range(10_000))
+
+    def page(_: Engine) -> str:
+        poll = next(polls)
+        if poll == 150:
+            counts[:] = 0
+        rounds = int(rng.integers(300, 500))
+        counts[:] += rounds, rng.binomial(3 * rounds, 0.5 if poll < 400 else 0.35), 10
+        return counting(*counts)
+
+    monkeypatch.setattr(Engine, "page", page)
+    monkeypatch.setattr("draftsmith.cli.watch.time.sleep", lambda _: None)
+    with serving(Engine(model="path/SmolLM2"), 0) as url:
+        words = ["--url", url, "--report", str(REPORT), "--model", "smollm2", "--baseline", "250"]
+        assert watch(*words, "--requests", "2000") == 0
+        assert watch(*words) == 3
+    out, err = capfd.readouterr()
+    assert "began to count anew" in err
+    assert "ALARM all: acceptance fell, tau 2.0" in out
+    assert "after 2.5" in out
+    assert out.rstrip().endswith("newest ones.")
+
+
+def test_what_a_server_cannot_tell_is_said(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    target = Path(read_result(REPORT).target.path).name
+    for page, words, sentence in (
+        (counting(5, 3, 1), ["--report", str(REPORT)], f"serves served, not .*{target}"),
+        (None, [], "counts no drafts at /metrics"),
+        ("sglang:spec_accept_length 2.5\n", [], "ratios or rounded sums of SGLang.*--records"),
+    ):
+        if page is not None:
+            monkeypatch.setattr(Engine, "page", lambda _, page=page: page)
+        with serving(Engine(metrics=page is not None), 0) as url:
+            assert watch("--url", url, *words) == 2
+        found = capfd.readouterr().err
+        assert re.search(sentence, found)
+        assert found.count("draftsmith: ") == 1
+
+
+def test_a_clock_that_runs_backwards_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "page", lambda _: counting(5, 3, 1))
+    with serving(Engine(), 0) as url:
+        times = iter((1000.0, 1000.5, 900.0))
+        source = ServerSource(ModelServer(url, "--url"), now=lambda: next(times))
+        assert (source.read(), source.read()) == ([], [])
+        with pytest.raises(UserError, match="ran backwards, by 100 seconds"):
+            source.read()
+
+
+def test_a_log_of_llama_server_is_read_wherever_it_is_cut(tmp_path: Path) -> None:
+    path, text = tmp_path / "server.log", "noise\n" * 30 + LLAMA_LOG + "noise\n" * 30
+    for cut in range(0, len(text), 7):
+        path.write_text(text[:cut])
+        source = FileSource(path, per_day=100)
+        seen = source.read()
+        path.write_text(text)
+        seen += source.read() + source.read()
+        assert [(one.seen.rounds, one.seen.tokens) for one in seen] == [(24, 35), (24, 36)]
+        assert [one.seen.at for one in seen] == [0.01, 0.02]
+
+
+def test_a_log_of_vllm_tells_intervals_and_one_that_began_anew_is_read_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text(vllm_line(12, 24, [6, 4, 2]) + "\n" + vllm_line(14, 24, [6, 4, 4]) + "\n")
+    source = FileSource(path, per_day=100)
+    assert [(one.seen.rounds, one.seen.tokens, one.seen.interval) for one in source.read()] == [
+        (8, 20, True),
+        (8, 22, True),
+    ]
+    path.write_text(vllm_line(12, 24, [6, 4, 2]) + "\n")
+    assert [one.seen.at for one in source.read()] == [0.03]
+
+
+GOOD = vllm([1, 2])
+MADE = {"created": 1_700_000_000}
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "sentence"),
+    [
+        (["a poem"], [], "is no log that is known"),
+        ([""] * 1001, [], "is no log that is known"),
+        ([GOOD], [], "tells no times"),
+        (
+            [GOOD | MADE, GOOD | {"created": 1_699_990_000}],
+            [],
+            "line 2, was made 2.8 hours before one above it: clocks ran",
+        ),
+        ([GOOD | MADE, llama([1, 2]) | MADE], [], "mixes what vLLM and llama.cpp tell"),
+        ([GOOD | MADE | {"slice": f"s{i}"} for i in range(60)], [], "more than 50 slices by 'slice'"),
+        ([GOOD | MADE] * 300, [], "no time passed while the baseline of all came"),
+        ([GOOD | MADE], ["--baseline", "5"], "too few to know acceptance by"),
+        ([GOOD | MADE], ["--redact", "a:b"], "says something of --keep"),
+        ([GOOD | MADE], ["--keep", "k", "--redact", "nowhere:f"], "--redact is nowhere:f, which is not there"),
+        ([GOOD | MADE], ["--model", "m"], "says something of --url"),
+        ([GOOD | MADE], ["--url", "http://x"], "either a server"),
+        ([GOOD | MADE], ["--state", "answers.jsonl"], "--state is answers.jsonl, which has another ending"),
+        ([GOOD | MADE], ["more"], "takes options alone"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence_and_writes_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], lines: list[Any], words: list[str], sentence: str
+) -> None:
+    Path("answers.jsonl").write_text("".join((x if isinstance(x, str) else json.dumps(x)) + "\n" for x in lines))
+    assert (
+        watch("--records", "answers.jsonl", "--once", *(words if "--baseline" in words else [*BASELINE, *words])) == 2
+    )
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("draftsmith: ")]
+    assert len(said) == 1
+    assert sentence in said[0]
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_damaged_line_is_left_out_and_a_state_of_another_source_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    rows = list(answers(20, lambda _: 0.5))
+    write(rows[:10])
+    with Path("answers.jsonl").open("a") as file:
+        file.write('{"id": "cut of\n')
+    write(rows[10:], "a")
+    assert follow() == 0
+    out, err = capfd.readouterr()
+    assert out.count("the baseline has 10 of 300") == 2
+    assert "warning: a line of --records is left out: answers.jsonl, line 11 is not JSON" in err
+    Path("answers.jsonl").rename("others.jsonl")
+    assert watch("--records", "others.jsonl", "--once") == 2
+    assert "watch.json is about answers.jsonl, not others.jsonl" in capfd.readouterr().err
+    assert LOW in Path("watch.json").read_text()

@@ -26,6 +26,7 @@ def test_pages_have_the_blocks_that_are_rendered() -> None:
         "README.md": "results overall: ",
         "docs/train-a-head.md": "table: losses -->",
         "docs/trees.md": "table: trees -->",
+        "docs/watch.md": "table: drift -->",
         "docs/api.md": "reference -->",
     }
     assert all(f"<!-- {mark}" in (ROOT / page).read_text(encoding="utf-8") for page, mark in marks.items())

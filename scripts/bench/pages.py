@@ -17,11 +17,13 @@ import draftsmith
 from draftsmith.eval.report.cells import DASH
 from draftsmith.eval.report.page_model import OVERALL, Row, Table
 from draftsmith.eval.report.report import HEADLINE_COLUMNS, as_markdown, headline_rows
+from draftsmith.eval.results.intervals import wilson
 from draftsmith.eval.results.result import Measures, Result, read_result
 from draftsmith.fields import find_ranges
 from draftsmith.heads.losses.divergences import LOSSES
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.storage import write_json
+from scripts.bench.drift import AFTER
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,6 +39,7 @@ def rendered(page: str) -> str:
     page = _block("reference").sub(lambda found: found[1] + reference() + found[3], page)
     page = _block("table: losses").sub(lambda found: found[1] + losses() + found[3], page)
     page = _block("table: trees").sub(lambda found: found[1] + trees() + found[3], page)
+    page = _block("table: drift").sub(lambda found: found[1] + drift() + found[3], page)
     return _block("results( overall)?: (.+?)").sub(
         lambda found: f"{found[1]}\n{results(found[3].split(), overall_only=bool(found[2]))}\n{found[5]}", page
     )
@@ -91,6 +94,30 @@ def trees() -> str:
                 [temperature, f"`{first}` - `{rule}`", *("{:+.3f} ({:+.3f} to {:+.3f})".format(*c) for c in cells)]
             )
     return markdown_table(("temperature", "rule", *sizes), rows)
+
+
+def drift() -> str:
+    """Return the errors of `draftsmith watch` on every kind of traffic, of scripts/bench/drift.py."""
+    facts = json.loads((ROOT / "docs" / "results" / "drift.json").read_text(encoding="utf-8"))
+    changes = [*next(iter(facts["traffic"].values()))["changes"]]
+    rows = []
+    for name, found in facts["traffic"].items():
+        cells = [
+            name,
+            f"{sum(found['false_alarms'].values())} of {found['days']}",
+            f"{found['baseline_requests']:,.0f}",
+        ]
+        for change in found["changes"].values():
+            median, late = (DASH if change[at] is None else f"{change[at]:,.0f}" for at in ("median", "p95"))
+            cells.append(f"{median} ({late}), {change['within_2000']:.0%}")
+        rows.append(cells)
+    table = markdown_table(("traffic", "days with a false alarm", "requests of the baseline", *changes), rows)
+    days, wrong = (
+        sum(one)
+        for one in zip(*((f["days"], sum(f["false_alarms"].values())) for f in facts["traffic"].values()), strict=True)
+    )
+    hardware, most = facts["hardware"], wilson(wrong / days, days)[1]
+    return f"{table}\nTogether {wrong} of {days:,} days: at most {most:.1%} a day (95%). Requests until the alarm: median (95th percentile), and the share within 2,000; {DASH}: not in {AFTER:,}. {facts['requests_per_day']:,} requests a day. `{facts['command']}`, commit {facts['commit'][:7]}, {hardware['cpu']}, {facts['date'][:10]}.\n"
 
 
 def results(files: Sequence[str], *, overall_only: bool) -> str:

@@ -138,14 +138,16 @@ def counting(rounds: float, accepted: float, requests: float) -> str:
 def test_a_server_that_restarts_is_followed_and_one_that_accepts_less_found(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rng, counts, polls = np.random.default_rng(0), np.zeros(3), iter(range(10_000))
+    rng, counts, polls, total = np.random.default_rng(0), np.zeros(3), iter(range(10_000)), np.zeros(3)
 
     def page(_: Engine) -> str:
         poll = next(polls)
         if poll == 150:
             counts[:] = 0
         rounds = int(rng.integers(300, 500))
-        counts[:] += rounds, rng.binomial(3 * rounds, 0.5 if poll < 400 else 0.35), 10
+        grown = np.array((rounds, rng.binomial(3 * rounds, 0.5 if poll < 400 else 0.35), 10))
+        counts[:] += grown
+        total[:] += grown * (poll > 0)
         return counting(*counts)
 
     monkeypatch.setattr(Engine, "page", page)
@@ -153,6 +155,8 @@ def test_a_server_that_restarts_is_followed_and_one_that_accepts_less_found(
     with serving(Engine(model="path/SmolLM2"), 0) as url:
         words = ["--url", url, "--report", str(REPORT), "--model", "smollm2", "--baseline", "250"]
         assert watch(*words, "--requests", "2000") == 0
+        known = json.loads(Path("watch.json").read_text())["slices"]["all"]
+        assert [known["rounds"], known["tokens"], known["requests"]] == [total[0], total[:2].sum(), total[2]]
         assert watch(*words) == 3
     out, err = capfd.readouterr()
     assert "began to count anew" in err

@@ -2,7 +2,8 @@
 
 vLLM (config/speculative.py, v1/sample/rejection_sampler.py) and llama.cpp (common/speculative.cpp) take the share of all rounds that
 accept the i-th drafted token, never rising, one for each; so tau is 1 plus their sum. SGLang (speculative/spec_utils.py) takes tau alone.
-Texts are then worth nothing: drafted tokens stay whatever the target says.
+Texts are then worth nothing: drafted tokens stay whatever the target says. vLLM 0.32's CPU build refuses (utils/cpu_triton_utils.py);
+llama.cpp never accepts a drafted end of text (tools/server/server-context.cpp).
 """
 
 import json

@@ -215,7 +215,9 @@ def method(view: View) -> Section:
     return Section(
         "method",
         "How this was measured",
-        "Systems are interleaved in one run after a warm-up; clocks include the first draft; the median over repeats counts.",
+        "Systems are interleaved in one run after a warm-up; clocks include the first draft; the median over repeats counts."
+        if view.systems
+        else "The machine and its versions are those of the client that asked.",
         tables=(Table("Settings, target, machine and versions", columns, rows, words=True),),
         code=tuple(dict.fromkeys(code)),
         folded=True,

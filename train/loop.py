@@ -23,6 +23,7 @@ from draftsmith.errors import StoppedError, UserError
 from draftsmith.heads.adapter import adapter_of, merged, save_adapter
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import save_head
+from draftsmith.heads.layers.compiled import compiling
 from draftsmith.heads.losses.head_loss import LossOutput
 from draftsmith.machine import environment_json
 from draftsmith.memory import HeldMemory
@@ -66,11 +67,12 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     if (folder / "summary.json").exists():
         return folder / "best"
     progress = run.check_window(progress)
-    if not run.accelerator.is_main_process:
-        return run.train(progress, None)
-    say(run.describe_batch())
-    with Tracker(folder, recipe.tracking, recipe.name, run.describe(), progress.step) as tracker:
-        return run.train(progress, tracker)
+    with compiling(recipe.train.compile, run.accelerator.device):
+        if not run.accelerator.is_main_process:
+            return run.train(progress, None)
+        say(run.describe_batch())
+        with Tracker(folder, recipe.tracking, recipe.name, run.describe(), progress.step) as tracker:
+            return run.train(progress, tracker)
 
 
 class _Run:

@@ -185,6 +185,8 @@ class TrainSpec:
     """Minutes between checkpoints to resume from."""
     workers: int = field(default=1, metadata=within(0, 256))
     """Threads that read features while a step computes; 0 reads between steps."""
+    compile: bool | None = field(default=None, metadata=LATER)
+    """Compile the elementwise parts of a layer with torch.compile; null does so on a GPU, where it takes fewer kernels."""
 
     def __post_init__(self) -> None:
         check_fields(self, "train.")

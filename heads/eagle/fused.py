@@ -123,7 +123,7 @@ class FusedHead(EagleHead):
 
         def read(rows: Tensor, step: int, hidden: Tensor) -> LayerInput:
             # Behind a text's end any token serves: no row that counts reads it.
-            tokens = (rows + 1 + step).clamp_max(batch.ids.numel() - 1)
+            tokens = (rows + (1 + step)).clamp_max(batch.ids.numel() - 1)
             return LayerInput(*layer.hidden_input(hidden), Rows(table, tokens), slice(width, None))
 
         return read

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
+from draftsmith.heads.layers.compiled import compiled
 from draftsmith.target.kernels import RMSNorm, linear
 from draftsmith.target.target import Derived, Weights
 
@@ -44,6 +45,7 @@ class Rotary(LlamaRotaryEmbedding):
         return self
 
 
+@compiled
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate [..., heads, D] by cos, sin [..., D] in the dtype of x, as `apply_rotary_pos_emb` does for queries and keys."""
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import rotate_half
 
+from draftsmith.heads.layers.compiled import compiled, is_compiling
 from draftsmith.target.kernels import without_autocast
 
 _ALL = slice(None)
@@ -203,10 +205,20 @@ class _Product(torch.autograd.Function):
 
 
 def turn(heads: Tensor, cos: Tensor, sin: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Split heads [..., N + 2G, D] into queries, keys and values of so many heads, the first two rotated by cos and sin [..., D]."""
+    """Split heads [R, N + 2G, D] into queries, keys and values of so many heads, the first two rotated by cos and sin [R, D]."""
     cos, sin = cos.to(heads.dtype).unsqueeze(-2), sin.to(heads.dtype).unsqueeze(-2)
     turned: tuple[Tensor, Tensor, Tensor] = _Turned.apply(heads, cos, sin, tuple(sizes))
     return turned
+
+
+@compiled
+def _turn(queries_keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat([queries_keys * cos + rotate_half(queries_keys) * sin, values], -2)
+
+
+@compiled
+def _turn_back(queries: Tensor, keys: Tensor, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.cat([*(x * cos - rotate_half(x * sin) for x in (queries, keys)), values], -2)
 
 
 class _Turned(torch.autograd.Function):
@@ -215,8 +227,9 @@ class _Turned(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin)
         ctx.sizes, ctx.given = sizes, heads.shape
-        queries, keys, values = heads.split(sizes, -2)
-        turning = heads[..., : sizes[0] + sizes[1], :]
+        turning, values = heads.split([sizes[0] + sizes[1], sizes[2]], -2)
+        if is_compiling():
+            return _turn(turning, values, cos, sin).split(sizes, -2)
         out = _rotate(turning, cos, sin, torch.empty_like(turning, memory_format=torch.contiguous_format), 1)
         queries, keys = out.split(sizes[:2], -2)
         # What is left of `heads` is not needed.
@@ -226,6 +239,11 @@ class _Turned(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
+        if is_compiling():
+            *rows, _, D = ctx.given
+            parts = (cos.new_zeros(*rows, n, D) if x is None else x for x, n in zip(grads, ctx.sizes, strict=True))
+            queries, keys, values = parts
+            return _turn_back(queries, keys, values, cos, sin), None, None, None
         out = cos.new_empty(ctx.given)
         for number, (into, grad) in enumerate(zip(out.split(ctx.sizes, -2), grads, strict=True)):
             if grad is None:
@@ -251,11 +269,19 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, way: int) -> Tenso
 
 def gated(gate_up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """Return activation(gate) * up, [..., I], of gate and up side by side, [..., 2I]."""
-    if isinstance(activation, SiLUActivation):
-        product: Tensor = _SwiGLU.apply(gate_up)
-        return product
+    if not isinstance(activation, SiLUActivation):
+        gate, up = gate_up.chunk(2, -1)
+        return activation(gate) * up
+    if is_compiling():
+        return _swiglu(gate_up)
+    product: Tensor = _SwiGLU.apply(gate_up)
+    return product
+
+
+@compiled
+def _swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
-    return activation(gate) * up
+    return F.silu(gate) * up
 
 
 class _SwiGLU(torch.autograd.Function):

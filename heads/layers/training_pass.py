@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.heads.layers.compiled import compiled, is_compiling
 from draftsmith.heads.layers.decoder_layer import EagleLayer, PlainLayer, Rotary
 from draftsmith.heads.layers.row_plan import RowPlan
 from draftsmith.heads.layers.shared import Rows, SharedLinear, gated, turn
@@ -81,9 +84,24 @@ class _Layer:
 
     def output(self, attended_RND: Tensor, residual_RH: Tensor) -> Tensor:
         """Return the layer's output [R, H]."""
-        residual_RH = residual_RH + self.out(attended_RND.flatten(-2))
-        normed_RH = self.layer.post_attention_layernorm(residual_RH)
+        norm, out_RH = self.layer.post_attention_layernorm, self.out(attended_RND.flatten(-2))
+        if is_compiling():
+            like = self.gate_up.parts[0].dtype
+            residual_RH, normed_RH = _add_and_norm(residual_RH, out_RH, norm.weight, norm.variance_epsilon, like)
+        else:
+            residual_RH = residual_RH + out_RH
+            normed_RH = norm(residual_RH)
         return residual_RH + self.down(gated(self.gate_up(normed_RH), self.activation))
+
+
+@compiled
+def _add_and_norm(
+    residual_RH: Tensor, out_RH: Tensor, weight_H: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the sum, and its RMS norm in the dtype of the product that reads it."""
+    sum_RH = residual_RH + out_RH
+    wide = torch.promote_types(sum_RH.dtype, weight_H.dtype)
+    return sum_RH, F.rms_norm(sum_RH.to(wide), weight_H.shape, weight_H.to(wide), eps).to(dtype)
 
 
 class TrainingPass:
@@ -107,8 +125,9 @@ class TrainingPass:
             raise UserError(f"Drafts of {steps} tokens do not fit into head.sliding_window {window}: draft fewer.")
         self.above, self.layers = above, [_Layer(layer) for layer in (first, *above)]
         self.rotary, self.position_BL = rotary, position_BL
-        self.plan, self.window = plan, window
+        self.plan, self.window, self.steps = plan, window, steps
         self._keys: list[Keys] = []
+        self._rotations: tuple[Tensor, Tensor]
         self._like = self.layers[0].heads.parts[0]
 
     @property
@@ -120,13 +139,16 @@ class TrainingPass:
         """Compute the keys of step 0 from the first layer's input of all tokens, [B*L, ...]. Return the input of the last layer, [B*L, H],
         zeros at tokens that no query row sees; None where there is one layer alone."""
         shape = (*self.position_BL.shape, self.layers[0].sizes[1], self.layers[0].head_dim)
-        cos, sin = self.rotary(self._like, self.position_BL)
-        k, v = self.layers[0].attend(given, (cos.flatten(0, 1), sin.flatten(0, 1)), 1, 3)
+        cos_TD, sin_TD = (x.flatten(0, 1) for x in self.rotary(self._like, self.position_BL))
+        steps_S1 = torch.arange(self.steps, device=cos_TD.device)[:, None]
+        # Of all steps together, since each call is ten kernels.
+        self._rotations = self.rotary(self._like, self.position_BL.flatten()[self.plan.rows] + steps_S1)
+        k, v = self.layers[0].attend(given, (cos_TD, sin_TD), 1, 3)
         self._keys = [Keys(k.view(shape), v.view(shape))]
         if not self.above:
             return None
         plan = self.plan.context.within(self.window)
-        cos_sin, inner = self._cos_sin(plan.rows), given.select(plan.rows)
+        cos_sin, inner = (cos_TD[plan.rows], sin_TD[plan.rows]), given.select(plan.rows)
         for number, (layer, following) in enumerate(zip(self.layers, self.layers[1:], strict=False)):
             hidden_TH = self._run(layer, inner, cos_sin, self._keys[-1], plan)
             inner = LayerInput(*self.above[number].layer_input(hidden_TH))
@@ -136,13 +158,13 @@ class TrainingPass:
 
     def first(self, given: LayerInput) -> Tensor:
         """Return the last layer's output [R, H] of step 0 from that layer's input."""
-        cos_sin, plan = self._cos_sin(self.plan.rows), self.plan.within(self.window)
-        return self._run(self.layers[-1], given, cos_sin, self._keys[-1], plan)
+        plan = self.plan.within(self.window)
+        return self._run(self.layers[-1], given, self._at(0), self._keys[-1], plan)
 
     def step(self, step: int, given: LayerInput) -> Tensor:
         """Return the last layer's output [R, H] of step 1, 2, ... from the first layer's input ([1, ...] where every row has
         the same)."""
-        cos_sin = self._cos_sin(self.plan.rows, step)
+        cos_sin = self._at(step)
         out_RH = self._step(0, given, cos_sin, step)
         for number, layer in enumerate(self.above, 1):
             out_RH = self._step(number, LayerInput(*layer.layer_input(out_RH)), cos_sin, step)
@@ -170,11 +192,13 @@ class TrainingPass:
         """Continue with the query rows of `plan` alone, which stand at `kept` among those so far."""
         self.plan = plan
         self._keys = [keys.narrow(kept) for keys in self._keys]
+        cos, sin = self._rotations
+        self._rotations = (cos[:, kept], sin[:, kept])
 
-    def _cos_sin(self, rows: Tensor, step: int = 0) -> tuple[Tensor, Tensor]:
-        """Return RoPE cosines and sines [R, D] of the rows' positions at a step, in the dtype of the keys."""
-        cos, sin = self.rotary(self._like, self.position_BL.flatten()[rows][None] + step)
-        return cos[0], sin[0]
+    def _at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return RoPE cosines and sines [R, D] of the query rows' positions at a step, in the dtype of the keys."""
+        cos, sin = self._rotations
+        return cos[step], sin[step]
 
 
 def _spread(x_T: Tensor, rows: Tensor, shape: Sequence[int]) -> Tensor:

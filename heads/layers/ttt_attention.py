@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from draftsmith.heads.layers.compiled import compiled
 from draftsmith.heads.layers.row_plan import Group, RowPlan
 from draftsmith.target.kernels import without_autocast
 
@@ -134,11 +135,11 @@ class _MergedAttention(torch.autograd.Function):
     def forward(ctx: Any, plan: RowPlan, scale: float, q_RHD: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> Tensor:
         # Autocast would take the products of the merge to half precision, here but not in the backward pass.
         with without_autocast(q_RHD):
-            whole = causal_attention(q_RHD, k, v, plan, scale)
+            causal = causal_attention(q_RHD, k, v, plan, scale)
+            out_RHD, lse_RH = causal.out_RHD, causal.lse_RH
             if own:
-                whole = _merge(q_RHD, whole, *_halves(own), scale)
-        out_RHD = whole.out_RHD.to(q_RHD.dtype)
-        ctx.save_for_backward(q_RHD, k, v, out_RHD, whole.lse_RH, *own)
+                out_RHD, lse_RH = _merge(q_RHD, out_RHD, lse_RH, *_halves(own), scale)
+        ctx.save_for_backward(q_RHD, k, v, out_RHD, lse_RH, *own)
         ctx.plan, ctx.scale = plan, scale
         return out_RHD
 
@@ -151,10 +152,10 @@ class _MergedAttention(torch.autograd.Function):
             d_q_RHD, d_own = causal.q_RHD, ()
             if own:
                 k_SRGD, v_SRGD = _halves(own)
-                d_q, d_k, d_v = _diagonal_backward(grad_RHD, q_RHD, k_SRGD, v_SRGD, out_RHD, lse_RH, ctx.scale)
+                softmax = (grad_RHD, q_RHD, k_SRGD, v_SRGD, out_RHD, lse_RH)
+                d_q_RHD, d_k, d_v = _diagonal_backward(d_q_RHD, *softmax, ctx.scale)
                 sizes = [len(x) for x in own[: len(own) // 2]]
-                d_q_RHD = (d_q_RHD + d_q).to(q_RHD.dtype)
-                d_own = (*d_k.to(k.dtype).split(sizes), *d_v.to(v.dtype).split(sizes))
+                d_own = (*d_k.split(sizes), *d_v.split(sizes))
         return None, None, d_q_RHD, causal.k_BLGD, causal.v_BLGD, *d_own
 
 
@@ -170,22 +171,27 @@ def _scores(q_RHD: Tensor, k_SRGD: Tensor, scale: float) -> Tensor:
     return torch.einsum("rgpd,srgd->srgp", q_RGPD, k_SRGD.float()) * scale
 
 
-def _merge(q_RHD: Tensor, causal: Attended, k_SRGD: Tensor, v_SRGD: Tensor, scale: float) -> Attended:
-    """Return output and log-sum-exp of the causal and the diagonal keys together, both in fp32."""
+@compiled
+def _merge(
+    q_RHD: Tensor, causal_RHD: Tensor, lse_RH: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return output, in the dtype of the queries, and fp32 log-sum-exp of the causal keys, whose own are given, and the diagonal
+    ones together."""
     scores_SRGP = _scores(q_RHD, k_SRGD, scale)
     groups = scores_SRGP.shape[2:]
-    causal_RGP = causal.lse_RH.unflatten(1, groups)
+    causal_RGP = lse_RH.unflatten(1, groups)
     total_RGP = torch.logaddexp(causal_RGP, scores_SRGP.logsumexp(0))
-    kept_RGPD = causal.out_RHD.float().unflatten(1, groups) * (causal_RGP - total_RGP).exp()[..., None]
+    kept_RGPD = causal_RHD.float().unflatten(1, groups) * (causal_RGP - total_RGP).exp()[..., None]
     kept_RGPD = kept_RGPD + torch.einsum("srgp,srgd->rgpd", (scores_SRGP - total_RGP).exp(), v_SRGD.float())
-    return Attended(kept_RGPD.flatten(1, 2), total_RGP.flatten(1, 2))
+    return kept_RGPD.flatten(1, 2).to(q_RHD.dtype), total_RGP.flatten(1, 2)
 
 
+@compiled
 def _diagonal_backward(
-    grad_RHD: Tensor, q_RHD: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, out_RHD: Tensor, lse_RH: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the diagonal's fp32 gradients of q, k, v: p = exp(s - lse), ds = p * (grad . v - grad . out), as for any
-    key."""
+    causal_RHD: Tensor, grad_RHD: Tensor, q_RHD: Tensor, k_SRGD: Tensor, v_SRGD: Tensor, out_RHD: Tensor, lse_RH: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of the queries, to which those through the causal keys are added, and of the diagonal keys and values:
+    p = exp(s - lse), ds = p * (grad . v - grad . out), as for any key."""
     G, grad_RHD = k_SRGD.shape[2], grad_RHD.float()
     g_RGPD, q_RGPD = grad_RHD.unflatten(1, (G, -1)), q_RHD.float().unflatten(1, (G, -1))
     p_SRGP = (_scores(q_RHD, k_SRGD, scale) - lse_RH.unflatten(1, (G, -1))).exp()
@@ -193,7 +199,8 @@ def _diagonal_backward(
     d_s_SRGP = p_SRGP * (torch.einsum("rgpd,srgd->srgp", g_RGPD, v_SRGD.float()) - delta_RGP) * scale
     d_q_RHD = torch.einsum("srgp,srgd->rgpd", d_s_SRGP, k_SRGD.float()).flatten(1, 2)
     d_k_SRGD = torch.einsum("srgp,rgpd->srgd", d_s_SRGP, q_RGPD)
-    return d_q_RHD, d_k_SRGD, torch.einsum("srgp,rgpd->srgd", p_SRGP, g_RGPD)
+    d_v_SRGD = torch.einsum("srgp,rgpd->srgd", p_SRGP, g_RGPD)
+    return (causal_RHD + d_q_RHD).to(q_RHD.dtype), d_k_SRGD.to(k_SRGD.dtype), d_v_SRGD.to(v_SRGD.dtype)
 
 
 def why_eager(head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[str, str] | None:

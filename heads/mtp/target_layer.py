@@ -168,8 +168,7 @@ class TargetLayerPass(TrainingPass):
             out = ttt_attention(q_RND, keys.context_k, keys.context_v, keys.own_k, keys.own_v, self.plan, scale)
             return out[None, ..., : v.shape[-1]]
 
-        cos, sin = self._cos_sin(self.plan.rows, step)
-        rotation = (cos[None], sin[None])
+        rotation = self.rotary(self._like, self.position_BL.flatten()[self.plan.rows][None] + step)
         out: Tensor = self.layer(given.x[None], position_embeddings=rotation, attention_mask=None, attending=attending)
         return out[0]
 

@@ -34,8 +34,10 @@ from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.machine import environment_json
 from draftsmith.memory import keep_freed_memory
+from draftsmith.recipe.schema import TrainSpec
 from draftsmith.storage import write_json
 from draftsmith.target.target import Target
+from draftsmith.train.schedule import build_optimizers
 from scripts.bench.gpu.shapes import SMALL, make_target
 
 RIVAL = ("speculators==0.9.0", "hs-connectors==0.9.0", "openai", "jiter", "distro", "loguru", "sniffio")
@@ -122,7 +124,8 @@ def train_ours(head: Eagle3Head, target: Target, batch: TrainBatch, size: Size) 
         means = scored.step_loss / scored.step_rows
         return scored.loss_sum * (means.sum() / scored.loss_sum).detach()
 
-    return Trainer(loss, torch.optim.AdamW([p for p in head.parameters() if p.requires_grad], lr=1e-4))
+    (optimizer,) = build_optimizers(head, TrainSpec(lr=1e-4))
+    return Trainer(loss, optimizer)
 
 
 def train_theirs(head: Eagle3Head, target: Target, batch: TrainBatch, size: Size) -> Trainer:

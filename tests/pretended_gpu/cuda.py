@@ -50,7 +50,7 @@ def _patches(gpu: PretendedGpu) -> list[tuple[Any, dict[str, Any]]]:
     return [
         (torch.cuda, _cuda_module(gpu)),
         (Tensor, _tensor_methods(gpu)),
-        (torch, {"tensor": _literal(gpu, torch.tensor), "as_tensor": _literal(gpu, torch.as_tensor), "load": _load, **_autocast_flags()}),
+        (torch, {"tensor": _literal(gpu, torch.tensor), "as_tensor": _literal(gpu, torch.as_tensor), "load": _load, "compile": kernels.compile_, **_autocast_flags()}),
         (torch.amp.autocast_mode.autocast, {"__init__": _autocast_init()}),
         (F, {"scaled_dot_product_attention": kernels.attention, "rms_norm": kernels.rms_norm}),
         (torch.backends.cuda, {"is_flash_attention_available": lambda: True}),

@@ -1,7 +1,7 @@
-"""Operations that are one kernel on a GPU and something else on a CPU: flash attention, torch's attention, RMSNorm.
+"""Operations that are one kernel on a GPU and something else on a CPU: flash attention, torch's attention, RMSNorm, what is compiled.
 
 Flash attention is a plain computation that asserts what the real kernel asks of its inputs. Each counts as one, and so
-does its backward pass.
+does its backward pass; products within what is compiled stay kernels of their own.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import enable_reentrant_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.pretended_gpu.counts import here
 from tests.pretended_gpu.tensor import SWITCHED_ON
 
 HALF = (torch.bfloat16, torch.float16)
@@ -218,3 +220,77 @@ def rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | N
         return _torch_rms_norm(x, shape, weight, eps)
     assert len(shape) == 1
     return _Fused.apply("rms_norm", [eps], x, weight)
+
+
+# --- torch.compile ---
+
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
+_library.define("compiled(int number, Tensor?[] tensors) -> Tensor[]")
+_running: dict[int, Callable[[list[Tensor | None]], list[Tensor]]] = {}
+
+
+class _Products(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := func.overloadpacket.__name__) in PRODUCTS:
+            SWITCHED_ON[-1].counts.kernel(name, here())
+        return func(*args, **(kwargs or {}))
+
+
+def _compiled(number: int, tensors: list[Tensor | None]) -> list[Tensor]:
+    with enable_reentrant_dispatch(), _Products():
+        return [x.clone() for x in _running[number](tensors)]
+
+
+_library.impl("compiled", _compiled, "CPU")
+
+
+def _as_one(function: Callable[[list[Tensor | None]], list[Tensor]], tensors: list[Tensor | None]) -> list[Tensor]:
+    """Run `function` of CPU tensors as one operation of the device."""
+    number = len(_running)
+    _running[number] = function
+    try:
+        return list(torch.ops.pretended.compiled(number, tensors))
+    finally:
+        del _running[number]
+
+
+class _Compiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, function: Any, *args: Any) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in args))
+        ctx.run = lambda found: function(*(x if one is None else one for x, one in zip(others, found, strict=True)))
+        others = [None if isinstance(x, Tensor) else x for x in args]
+        return tuple(_as_one(ctx.run, [x if isinstance(x, Tensor) else None for x in args]))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        given = list(ctx.saved_tensors)
+
+        def gradients(tensors: list[Tensor | None]) -> list[Tensor]:
+            with torch.enable_grad():
+                inputs = [None if x is None else x.detach().requires_grad_() for x in tensors[: len(given)]]
+                wanted = [x for x in inputs if x is not None]
+                return list(torch.autograd.grad(ctx.run(inputs), wanted, tensors[len(given) :], materialize_grads=True))
+
+        found = iter(_as_one(gradients, [*given, *grads]))
+        return None, *(None if x is None else next(found) for x in given)
+
+
+def compile_(function: Callable[..., Any], *, fullgraph: bool) -> Callable[..., Any]:
+    """torch.compile: one kernel and one backward on the pretended device, besides products."""
+    assert fullgraph, "what breaks into several graphs is not one kernel"
+
+    def run(*args: Any) -> Any:
+        if not any(isinstance(x, Tensor) and x.is_cuda for x in args):
+            return function(*args)
+        kinds: list[type] = []
+
+        def listed(*given: Any) -> list[Tensor]:
+            out = function(*given)
+            kinds.append(type(out))
+            return list(out) if kinds[0] is tuple else [out]
+
+        found = _Compiled.apply(listed, *args)
+        return found if kinds[0] is tuple else found[0]
+
+    return run

@@ -19,6 +19,7 @@ from draftsmith.heads.checkpoint import SCHEMA_VERSION
 from draftsmith.heads.files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG, read_weights
 from draftsmith.heads.record import what_it_reads
 from draftsmith.storage import atomic_directory, write_json
+from draftsmith.target.kernels import without_autocast
 from draftsmith.target.target import Target
 
 _ORIGINAL, _ADDED, _PEFT = ".parametrizations.weight.original", ".parametrizations.weight.0.", "base_model.model."
@@ -46,7 +47,7 @@ class _Added(nn.Module):
         self.scale = alpha / rank
 
     def forward(self, weight: Tensor) -> Tensor:
-        with torch.autocast(weight.device.type, enabled=False):
+        with without_autocast(weight):
             return _sum(weight, self.lora_A, self.lora_B, self.scale)
 
 

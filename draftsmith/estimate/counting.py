@@ -12,17 +12,20 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import cached
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.errors import UserError, first_line
+from draftsmith.heads.adapter import DraftAdapter, adapt
 from draftsmith.heads.base import DraftHead, HeadOutput, draft_vocab_size_of
 from draftsmith.heads.losses.head_loss import PIECE, head_loss
 from draftsmith.heads.losses.spec import LossSpec
@@ -67,13 +70,14 @@ class TextCost:
 
 
 class HeadCost:
-    """The costs of a head that these options make for a target of these dimensions.
+    """The costs of a head that these options make for a target of these dimensions. rank: of an adapter that is trained in place of its
+    weights.
 
     guessed: says in a line what is guessed, where the head cannot be built or run without values; "" where all is counted.
     Raises UserError for options that do not fit the target.
     """
 
-    def __init__(self, method: str, options: Any, target: TargetShape, path: str = "") -> None:
+    def __init__(self, method: str, options: Any, target: TargetShape, path: str = "", rank: int | None = None) -> None:
         self._target, self._texts, self.guessed = (
             _ShapeTarget(target.model, path=path, fingerprint=""),
             dict[str, TextCost](),
@@ -85,7 +89,8 @@ class HeadCost:
         if getattr(options, "mask_token_id", 0) is None:
             options = replace(options, mask_token_id=0)  # the tokenizer is not at hand, and any token costs the same
         self.aux_layers, self.matrices, self.tuned_parameters = 0, 0, 0
-        self.parameters = (target.parameters - target.lookup) // target.layers
+        self.parameters = self.weights = (target.parameters - target.lookup) // target.layers
+        self.rank, self.adapted = rank, 0
         with self._else_guess("a head of the size of one layer of the target, as it cannot be built"), _Meter():
             self.head: DraftHead = find_method(method).build(options, self._target, vocab).train()
             self._measure()
@@ -102,15 +107,21 @@ class HeadCost:
             self.guessed = self.guessed or f"training: {what} without the values of weights ({reason})"
 
     def _measure(self) -> None:
-        """Read the sizes of the head. matrices: trained parameters that Muon would take; AdamW takes the others in any case.
+        """Read the sizes of the head. weights: what it has of its own; parameters: what is trained, those or an adapter's factors;
+        adapted: weights that have such. matrices: trained parameters that Muon would take; AdamW takes the others in any case.
         tuned_parameters: weights of its own that a tuned target has, of each matrix that an adapter changes."""
+        self.weights = sum(p.numel() for p in self.head.parameters() if p.requires_grad)
+        if self.rank is not None:
+            adapt(self.head, DraftAdapter(self.rank, float(self.rank), Path(), ""))
+            self.adapted = sum(p.numel() for name, p in self.head.named_parameters() if name.endswith(".original"))
         self.aux_layers = len(self.head.reads.layer_ids)
         trained = {name: p for name, p in self.head.named_parameters() if p.requires_grad}
         self.parameters = sum(p.numel() for p in trained.values())
         made = build_optimizers(self.head, TrainSpec(optimizer="muon"))
         groups = [group for one in made if isinstance(one, Muon) for group in one.param_groups]
         self.matrices = sum(p.numel() for group in groups for p in group["params"])
-        factors = [(a, trained[name.replace("lora_A", "lora_B")]) for name, a in trained.items() if "lora_A" in name]
+        tuned = {} if self.adapted else trained
+        factors = [(a, tuned[name.replace("lora_A", "lora_B")]) for name, a in tuned.items() if "lora_A" in name]
         self.tuned_parameters = sum(a.shape[1] * b.shape[0] for a, b in factors)
 
     def of_text(self, prompt: int, answer: int, loss: LossSpec) -> TextCost:
@@ -132,7 +143,7 @@ class HeadCost:
         target.head.logits(batch.last, head.draft_vocab)  # which keeps its rows of the draft vocabulary
         with _Meter(getattr(head, "window", None) or self._window) as meter:
             # On the CPU's tensors, for what asks whether it is on.
-            with _Autocast() as autocast, torch.autocast("cpu", torch.bfloat16):
+            with _Autocast() as autocast, torch.autocast("cpu", torch.bfloat16), cached():
                 output = head(batch, head.trains.steps)
             forward, products = meter.most, meter.products
             with _Mixed():
@@ -148,10 +159,13 @@ class HeadCost:
                     most.append(meter.most - alive)
                     del scored
         copies = sum(copy.untyped_storage().nbytes() for _, copy in autocast.copies.values()) + autocast.copied
+        # An adapter's sums with its base, and their copies, are made once for all texts, as are its own products.
+        copies += (4 + 2) * self.adapted
+        products = meter.products - 3 * 2 * (self.rank or 0) * self.adapted
         # Of a few rows there is one piece alone.
         per_logit = most[0] / whole if whole == half else max(0.0, (most[0] - most[1]) / (whole - half))
         return TextCost(
-            meter.products,
+            products,
             meter.attention,
             forward - copies,
             alive - copies - ready,

@@ -122,7 +122,7 @@ def make_estimate(
         )
     if recipe.export.layout is not None:
         find_layout(recipe.export.layout, recipe.method)
-    head = head or HeadCost(recipe.method, recipe.head, target, recipe.target.path)
+    head = head or HeadCost(recipe.method, recipe.head, target, recipe.target.path, recipe.train.lora_rank)
     return Estimate(recipe, target, head, samples, given, prompts)
 
 

@@ -264,9 +264,10 @@ class Estimate:
 
     @property
     def train_file_bytes(self) -> float:
-        """Bytes on disk of training: the best head, which takes as much as the gradients, and the last checkpoint with its optimizer
-        state. No copies in bf16 are kept."""
-        return parameter_bytes(self.head, self.recipe.train.optimizer) - 2 * self.head.parameters
+        """Bytes on disk of training: the best head, an adapter for itself, and the last checkpoint with its optimizer state."""
+        head, muon = self.head, self.recipe.train.optimizer == "muon"
+        own = 8 * head.weights + 8 * head.parameters - (4 * head.matrices if muon else 0)
+        return own + (8 * head.parameters if head.rank is not None else 0)
 
     @property
     def export_bytes(self) -> float:
@@ -276,7 +277,7 @@ class Estimate:
         tuned = self.head.tuned_parameters
         merged = self.target.parameters if tuned and self.recipe.export.adapter != "keep" else tuned
         embeddings = self.recipe.export.include_embeddings * self.target.vocab * self.target.hidden
-        return float(size * (self.head.parameters + merged + embeddings))
+        return float(size * (self.head.weights + merged + embeddings))
 
     @property
     def train_bytes(self) -> float:
@@ -333,6 +334,8 @@ def parameter_bytes(cost: HeadCost, optimizer: str) -> float:
     """Return the bytes of weights, gradients, optimizer state and copies of all trained parameters, per GPU.
 
     Per parameter: fp32 weight 4, gradient 4 (with several processes in DDP's buckets), AdamW's two moments 8 (Muon's one 4, for the
-    matrices inside the head), autocast's bf16 copy 2.
+    matrices inside the head), autocast's bf16 copy 2. Where an adapter is trained, the head's own weights are there besides; of those
+    that it changes their sum with it 4, its gradient 4 and its copy 2, of the others two copies at a time, as autocast keeps none.
     """
-    return cost.parameters * 18 - cost.matrices * (4 if optimizer == "muon" else 0)
+    frozen = 0 if cost.rank is None else 8 * cost.weights + 6 * cost.adapted
+    return cost.parameters * 18 + frozen - cost.matrices * (4 if optimizer == "muon" else 0)

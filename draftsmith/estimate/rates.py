@@ -11,6 +11,7 @@ import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -29,6 +30,7 @@ from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost
 from draftsmith.estimate.figures import Assumptions, Device, Estimate, PlannedTarget, Rates
 from draftsmith.foreign.code import foreign_code
+from draftsmith.heads.adapter import DraftAdapter, adapt
 from draftsmith.heads.base import DraftHead, draft_vocab_size_of
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import find_method
@@ -97,7 +99,9 @@ class _Bench:
             size = draft_vocab_size_of(options)
             vocab = None if size is None or size >= own.vocab else torch.arange(size)
             head = find_method(recipe.method).build(options, target, vocab).to(target.device).train()
-            cost = estimate.head if whole else HeadCost(recipe.method, options, own, recipe.target.path)
+            if (rank := recipe.train.lora_rank) is not None:
+                adapt(head, DraftAdapter(rank, float(rank), Path(), ""))
+            cost = estimate.head if whole else HeadCost(recipe.method, options, own, recipe.target.path, rank)
         return cls(recipe, target, own, head, cost, given)
 
     @property

@@ -69,7 +69,7 @@ def compiling(wanted: bool | None, device: torch.device) -> Iterator[None]:
                 if wanted:
                     raise
                 _on = False
-                say(f"warning: the training pass is not compiled, which takes more kernels: {error}")
+                say(f"warning: the training pass runs without train.compile, in more kernels: {error}")
             yield
         finally:
             _on = False

@@ -31,7 +31,7 @@ FLOORS = (
     ("eval/clocks", "eval/gate", "eval/ledger"),
     ("eval/measure",),
     ("eval/planner", "eval/watch"),
-    ("eval/tree_search", "eval/report", "eval/engines"),
+    ("eval/tree_search", "eval/report", "eval/engines", "eval/parity"),
     ("eval/certificate",),
     ("draftsmith/recipe",),
     ("train",),

@@ -287,6 +287,21 @@ _FIT = (
     Option("--head", "FOLDER", "A checkpoint, a run, an export or a published head.", Path),
     Option("--target", "PATH", "Folder, Hub name or GGUF file of the target, or embedded."),
 )
+_VERIFY = (
+    Option(
+        "--url", "BASE", "The address of a running vLLM, llama-server or SGLang, such as http://localhost:8000.", text
+    ),
+    Option("--model", "NAME", "How it calls the target, where that is not the target's own name.", text),
+    Option("--engine", "NAME", "Start this one instead, in float32: vllm or llama.cpp.", text),
+    Option(
+        "--home", "FOLDER", "Where that is installed: vLLM's environment, or a llama.cpp tree with build/bin.", Path
+    ),
+    Option("--target", "FOLDER", "The files of the target that it serves.", Path),
+    Option(
+        "--gguf-pre", "NAME", "llama.cpp's name of the target's pre-tokenizer, where it does not recognise it.", text
+    ),
+    Option("--output", "FILE", "Write the verdict, and what was seen, there as JSON.", Path),
+)
 
 COMMANDS: dict[str, Command] = {
     "run": Command(
@@ -351,6 +366,13 @@ COMMANDS: dict[str, Command] = {
         WATCH,
         "watch:watch",
         takes_recipe=False,
+    ),
+    "verify": Command(
+        "replay an export's parity bundle in a running engine, or one that is started, and name what differs and why: verify EXPORT --url BASE",
+        _VERIFY,
+        "verify:verify",
+        takes_recipe=False,
+        words="EXPORT ",
     ),
     "import": Command(
         "take the MTP layer out of the target's own files as a head, and measure which of the target's states it reads",

@@ -1,9 +1,11 @@
 """The stage that exports a trained head: it writes the directory that a serving engine loads."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from draftsmith.errors import UserError
+from draftsmith.eval.parity.bundle import make_bundle, write_bundle
 from draftsmith.eval.planner.routing import read_rules
 from draftsmith.eval.planner.verdict import Action
 from draftsmith.eval.results.result import read_result
@@ -22,7 +24,7 @@ from draftsmith.heads.formats.schema import target_reference
 from draftsmith.heads.record import History, Measured, Trained, check_made_for, read_record
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.evaluation import result_files
+from draftsmith.stages.evaluation import prompts_of, result_files
 from draftsmith.stages.session import Session
 from draftsmith.storage import write_text
 from draftsmith.target.target import Target
@@ -121,7 +123,8 @@ def export_stage(session: Session) -> Path:
         say(f"export: {tuned_folder}")
     planned = _planned(session, head.method)
     options |= {"planned": planned, "verdict": verdict, "again": session.again}
-    export_head(head, target, destination, history=_history(session, head.method), **options)
+    beside = partial(_write_parity, session, target, str(options["layout"]))
+    export_head(head, target, destination, history=_history(session, head.method), beside=beside, **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})
     say(f"export: {destination}")
     return destination
@@ -151,6 +154,22 @@ def _history(session: Session, method: str) -> History:
         if one.draft is not None and one.draft.method == method and name.split()[0] == method
     )
     return History(trained, measured)
+
+
+def _write_parity(session: Session, target: Target, layout: str, folder: Path, head: DraftHead, tokens: int) -> None:
+    """Write what an engine must give for a few of the evaluation's prompts into an export; warn where there are none that it can use."""
+    lacks = "no evaluation prompt leaves room for an answer and a draft"
+    try:
+        prompts = prompts_of(session, target)
+    except UserError as error:  # an export needs neither prompts nor a tokenizer
+        lacks, bundle = str(error).rstrip("."), None
+    else:
+        plain = {name: c.prompt() for name, c in prompts.conversations.items() if not c.tools}
+        bundle = make_bundle(target, head, prompts.requests, tokens, plain, layout)
+    if bundle is None:
+        session.warn(f"the export has no parity bundle for draftsmith verify: {lacks}.")
+    else:
+        write_bundle(folder, bundle)
 
 
 def _planned(session: Session, method: str) -> tuple[tuple[int, int, int], ...]:

@@ -25,7 +25,7 @@ from draftsmith.target.target import Target
 _NEW_TOKENS = 20
 
 
-def tiny_target(**changes: Any) -> Target:
+def tiny_target(seed: int = 0, **changes: Any) -> Target:
     """Return a Llama of three layers and width 32 with random weights, in float32. changes: keys of its config."""
     config = LlamaConfig(
         **{
@@ -45,7 +45,7 @@ def tiny_target(**changes: Any) -> Target:
         }
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = LlamaForCausalLM(config).float()
         for name, parameter in model.named_parameters():
             if "norm" in name:  # all ones would hide a norm that is left out

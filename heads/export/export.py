@@ -4,6 +4,7 @@ What a layout must hold, how heads are converted to it and back, and what engine
 Shapes: H target hidden, A aux layers, V target vocab.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from draftsmith.target.identity import TargetIdentity
 from draftsmith.target.target import Target
 
 USUAL_TOKENS = 5
+PARITY = "parity"
+"""The folder of what an engine must give for a few prompts, see draftsmith.eval.parity."""
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
 
 
@@ -44,6 +47,7 @@ def export_head(
     verdict: str = "",
     again: Again | None = None,
     history: History = NO_HISTORY,
+    beside: Callable[[Path, DraftHead, int], None] | None = None,
 ) -> Path:
     """Write `head` as the directory `dest` that a serving engine loads, and return its path.
 
@@ -55,7 +59,9 @@ def export_head(
     draftsmith.json names, `target` if left out. target_note: what README.md says of a target that was exported too.
     adapter: that export, where the target is served with an adapter. planned: (first batch, last batch, tokens to draft), what an
     evaluation found fastest, which README.md then starts engines with. verdict: of an evaluation that found that the head does not pay, which
-    README.md opens with. again: how the export is made again, for its lines. history: for the passport. The head itself is not changed. Raises UserError where
+    README.md opens with. again: how the export is made again, for its lines. history: for the passport. beside: writes more into the folder,
+    PARITY alone, and gets it, the head as it was loaded again and the number of tokens that engines are started with. The head itself is
+    not changed. Raises UserError where
     the layout cannot hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is
     loaded again and must give the same logits.
     """
@@ -83,11 +89,16 @@ def export_head(
         again=again or Again(),
     )
     exported = Exported(head, target, chosen, files, serving, target_note, verdict, history)
-    _write(dest, exported, made_for or target.identity)
+    _write(dest, exported, made_for or target.identity, beside)
     return dest
 
 
-def _write(dest: Path, exported: Exported, made_for: TargetIdentity) -> None:
+def _write(
+    dest: Path,
+    exported: Exported,
+    made_for: TargetIdentity,
+    beside: Callable[[Path, DraftHead, int], None] | None,
+) -> None:
     """Write the directory, all or nothing, and load it again."""
     head, files, layout = exported.head, exported.files, exported.layout
     with model_directory(dest, replaces=replaced_files(dest, files)) as temporary:
@@ -108,11 +119,13 @@ def _write(dest: Path, exported: Exported, made_for: TargetIdentity) -> None:
         reloaded = layout.load(temporary, exported.target)
         assert same_logits(head, reloaded, files, exported.target), "the export gives other logits"
         assert facts_of(reloaded) == facts_of(head), "the export is computed otherwise"
+        if beside is not None:
+            beside(temporary, reloaded.to(exported.target.device).eval(), exported.serving.tokens)
 
 
 def replaced_files(dest: Path, files: ModelFiles) -> tuple[str, ...]:
     """Return the names of the files that an export to `dest` may replace: none where no export is there."""
-    return (CONFIG, RECORD, README, files.weights, *files.copies) if (dest / CONFIG).is_file() else ()
+    return (CONFIG, RECORD, README, PARITY, files.weights, *files.copies) if (dest / CONFIG).is_file() else ()
 
 
 def convert_head(

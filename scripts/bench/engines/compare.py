@@ -36,7 +36,7 @@ from draftsmith.eval.engines.llama_cpp import (
     as_seen,
     counted_by_llama_cpp,
 )
-from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm
+from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm, speculation
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.registry import find_method
@@ -45,17 +45,6 @@ from draftsmith.stages.gguf import HEADS, WHOLE, convert
 from scripts.bench.engines.served import Candidate, ServedTarget
 
 SAMPLED = Sampling(1.0)
-METHODS = {
-    "dflash": "dflash",
-    "eagle3": "eagle3",
-    "eagle1": "eagle",
-    "medusa_vllm": "medusa",
-    "draft_model": "draft_model",
-    "peagle": "eagle3",
-}
-"""vLLM's name of the drafting method, by layout; a speculators folder names it itself."""
-MORE: dict[str, dict[str, Any]] = {"peagle": {"parallel_drafting": True}}
-"""What else a layout needs."""
 PRE_TOKENIZER = "gpt-2"
 """llama.cpp's name of byte-level BPE. Prompts are sent as token ids, so that it splits no text here."""
 QUANTIZED = ("bf16", "q8_0", "q4_0")
@@ -235,10 +224,9 @@ def check_in_vllm(side: OurSide, folder: Path, options: argparse.Namespace) -> l
 def _serve(
     side: OurSide, home: Path, draft: Path, layout: str, temperatures: tuple[float, ...], folder: Path, **how: Any
 ) -> VllmRun:
-    model, speculative = draft, None
-    if layout in METHODS:
-        own = {"method": METHODS[layout], "model": str(draft.resolve()), "num_speculative_tokens": side.K}
-        model, speculative = side.served.folder, own | MORE.get(layout, {}) | how
+    speculative = speculation(layout, draft, side.K)
+    model = draft if speculative is None else side.served.folder
+    speculative = speculative and speculative | how
     eos_ids = side.target.eos_ids
     # Where a draft behind the longest text of a batch would not fit, vLLM drafts for none of its rows.
     context = min(side.target.context_length, side.context + side.K)

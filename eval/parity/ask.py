@@ -1,0 +1,143 @@
+"""Ask a running server for the prompts of a parity bundle, at temperature 0: vLLM, llama.cpp's llama-server, or SGLang.
+
+Prompts go as token ids, so that no template and no tokenizer lies between; then, where they are of messages, these are sent for the number of
+tokens that the server makes of them. Checked with vLLM 0.32.0 and the llama.cpp of the sdist llama-cpp-python 0.3.36; SGLang's names were
+read in its source.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from draftsmith.errors import UserError
+from draftsmith.eval.engines.agreement import EngineRound
+from draftsmith.eval.engines.llama_cpp import GREEDY, UNSEEN
+from draftsmith.eval.engines.server import LLAMA_CPP, VLLM
+from draftsmith.eval.ledger.sources import SGLANG, read_answer
+from draftsmith.eval.parity.bundle import Bundle, ParityPrompt
+from draftsmith.eval.parity.diagnose import Seen
+from draftsmith.foreign.server import ModelServer, ServerError
+
+_SETTLES = 2.0
+"""Seconds within which /metrics shows what was answered."""
+_COUNTED = "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
+"""vLLM's counters of drafted and of accepted tokens."""
+
+
+class AskedServer(ModelServer):
+    """The server at `url`, which must serve a model called one of `names`. engine: its name and version.
+
+    Raises UserError where it does not answer, is of an unknown engine or serves another model.
+    """
+
+    def __init__(self, url: str, names: Sequence[str]) -> None:
+        super().__init__(url, "--url")
+        abouts = (
+            (VLLM, "/version", "version"),
+            (LLAMA_CPP, "/props", "build_info"),
+            (SGLANG, "/get_server_info", "version"),
+        )
+        asked = ((kind, self.version(path, key, (404, 405, 501))) for kind, path, key in abouts)
+        self.kind, version = next((found for found in asked if found[1]), ("", None))
+        if not self.kind:
+            raise UserError(
+                f"{self.url} is neither vLLM nor llama-server nor SGLang by what it says of itself, and only these tell token ids and drafts: "
+                "name the address of the engine itself."
+            )
+        self.engine = f"{self.kind} {version}"
+        self.model = self.find_model(names, "name it with --model")
+
+    def ask_all(self, bundle: Bundle) -> list[Seen]:
+        """Return what it gives for every prompt, one after the other. Raises UserError where it tells no token ids or no drafts."""
+        asks = {VLLM: self._vllm, LLAMA_CPP: self._llama, SGLANG: self._sglang}
+        return [self._with_messages(asks[self.kind](prompt), prompt) for prompt in bundle.prompts]
+
+    def _vllm(self, prompt: ParityPrompt) -> Seen:
+        body = {
+            "model": self.model,
+            "prompt": list(prompt.prompt_ids),
+            "max_tokens": prompt.max_new_tokens,
+            "temperature": 0.0,
+            "return_token_ids": True,
+        }
+        before = self._counters()
+        reply = self.post("/v1/completions", body)
+        choices = reply.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+        seen = Seen(prompt.id, self._ids(choice.get("token_ids"), "return_token_ids (vLLM 0.10.2 and later)"))
+        metrics = reply.get("metrics")
+        told = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+        if isinstance(told, dict):
+            steps = told.get("per_step_drafted"), told.get("per_step_accepted")
+            counts = read_answer(reply, self.url)
+            if all(isinstance(one, list) for one in steps):
+                pairs = zip(*(self._ids(one, "numbers") for one in steps), strict=False)
+                return replace(seen, rounds=tuple(EngineRound((UNSEEN,) * drafted, kept) for drafted, kept in pairs))
+            if counts is not None and counts.drafted is not None:
+                return replace(seen, drafted=int(counts.drafted), accepted=int(counts.accepted))
+        after = self._settled(before)
+        if before is None or after is None:
+            raise UserError(
+                f"{self.url} tells nothing of its drafts, neither with an answer nor at /metrics: start it with --per-request-spec-decode-metrics summary "
+                "(or detailed, which tells every round), or without --disable-log-stats."
+            )
+        drafted, accepted = (int(b - a) for a, b in zip(before, after, strict=True))
+        return replace(seen, drafted=drafted, accepted=accepted)
+
+    def _llama(self, prompt: ParityPrompt) -> Seen:
+        wanted = {"prompt": list(prompt.prompt_ids), "n_predict": prompt.max_new_tokens, "return_tokens": True}
+        reply = self.post("/completion", GREEDY | wanted)
+        ids, timings = self._ids(reply.get("tokens"), "return_tokens"), reply.get("timings")
+        if not isinstance(timings, dict):
+            raise UserError(
+                f"{self.url} sends no timings with its answers, which tell its drafts: use a newer llama-server."
+            )
+        drafted, accepted = self._ids([timings.get("draft_n", 0), timings.get("draft_n_accepted", 0)], "whole counts")
+        return Seen(prompt.id, ids, None, drafted, accepted)
+
+    def _sglang(self, prompt: ParityPrompt) -> Seen:
+        wanted = {"temperature": 0.0, "max_new_tokens": prompt.max_new_tokens}
+        reply = self.post("/generate", {"input_ids": list(prompt.prompt_ids), "sampling_params": wanted})
+        ids, counts = self._ids(reply.get("output_ids"), "output_ids"), read_answer(reply, self.url)
+        if counts is None:
+            return Seen(prompt.id, ids, None, 0, 0)
+        return Seen(prompt.id, ids, None, None if counts.drafted is None else int(counts.drafted), int(counts.accepted))
+
+    def _with_messages(self, seen: Seen, prompt: ParityPrompt) -> Seen:
+        """Add how many tokens the server makes of the messages of a prompt, where it takes messages."""
+        if prompt.messages is None:
+            return seen
+        body = {"model": self.model, "messages": list(prompt.messages), "max_tokens": 1, "temperature": 0.0}
+        try:
+            reply = self.post("/v1/chat/completions", body | {"return_token_ids": True})
+        except ServerError:  # without a chat template it takes none
+            return seen
+        usage, ids = reply.get("usage"), reply.get("prompt_token_ids")
+        tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        known = self._ids(ids, "prompt_token_ids") if isinstance(ids, list) else None
+        return replace(seen, prompt_ids=known, prompt_tokens=tokens if type(tokens) is int else None)
+
+    def _ids(self, value: Any, option: str) -> tuple[int, ...]:
+        """Return a list of whole numbers. Raises UserError for anything else. option: what makes a server send it."""
+        if not isinstance(value, list) or any(type(one) is not int for one in value):
+            raise UserError(
+                f"{self.url} does not send {option}, so its answers cannot be compared token by token: use a newer one."
+            )
+        return tuple(value)
+
+    def _counters(self) -> tuple[float, float] | None:
+        """Return vLLM's counts of drafted and accepted tokens, zeros where it drafts none; None where it hides its counters."""
+        page = self.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
+        if "vllm:generation_tokens_total" not in page:
+            return None
+        drafted, accepted = (sum(found.values()) for found in self.counters(page, _COUNTED).values())
+        return drafted, accepted
+
+    def _settled(self, before: tuple[float, float] | None) -> tuple[float, float] | None:
+        """Return the counters once they no longer move."""
+        deadline, last = time.monotonic() + _SETTLES, None
+        while (now := self._counters()) is not None and time.monotonic() < deadline and (now == before or now != last):
+            last = now
+            time.sleep(0.1)
+        return now

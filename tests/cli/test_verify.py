@@ -1,0 +1,103 @@
+"""`draftsmith verify` of a real export, against servers that answer as vLLM and llama-server do, right and wrong."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.cli.main import main
+from draftsmith.eval.parity.bundle import Bundle, ParityPrompt, read_bundle
+from tests.eval.engines.fake_server import Engine, serving
+from tests.workplace import make_workplace, save_untrained
+
+pytestmark = pytest.mark.full
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export of the stages."""
+    folder = make_workplace(tmp_path_factory.mktemp("verify"))
+    head = save_untrained(folder)
+    words = ["export", "--recipe", str(folder / "recipe.yaml"), "--output_dir", str(folder / "run")]
+    assert main([*words, "--head", str(head)]) == 0
+    return folder / "run" / "export" / "eagle3"
+
+
+def replies(
+    bundle: Bundle, kind: str, fault: str = "", *, told: bool = True, longer: int = 0
+) -> Callable[[dict[str, Any]], tuple[int, Any]]:
+    """Answer as an engine with a fault does. told: with records of its drafts. longer: tokens that its template adds."""
+    by_ids = {prompt.prompt_ids: number for number, prompt in enumerate(bundle.prompts)}
+
+    def reply(asked: dict[str, Any]) -> tuple[int, Any]:
+        if "messages" in asked:
+            prompt = next(p for p in bundle.prompts if list(p.messages or ()) == asked["messages"])
+            return 200, {"usage": {"prompt_tokens": len(prompt.prompt_ids) + longer}}
+        number = by_ids[tuple(asked["prompt"])]
+        prompt: ParityPrompt = bundle.prompts[number]
+        rounds = bundle.faults[fault][number] if fault else prompt.rounds
+        drafted, accepted = [len(r) - 1 for r in rounds], [r[0] for r in rounds]
+        if kind == "llama.cpp":
+            counts = {"draft_n": sum(drafted), "draft_n_accepted": sum(accepted)}
+            return 200, {"tokens": list(prompt.answer_ids), "timings": counts if told else {}}
+        choice = {"token_ids": list(prompt.answer_ids)}
+        if not told:
+            return 200, {"choices": [choice]}
+        histogram = [accepted.count(n) for n in range(bundle.num_speculative_tokens + 1)]
+        said = {
+            "num_spec_steps": len(rounds),
+            "num_draft_tokens": sum(drafted),
+            "num_accepted_draft_tokens": sum(accepted),
+        }
+        steps = {"per_step_drafted": drafted, "per_step_accepted": accepted, "acceptance_histogram": histogram}
+        return 200, {"choices": [choice], "metrics": {"speculative_decoding": said | steps}}
+
+    return reply
+
+
+@pytest.mark.parametrize("kind", ["vLLM", "llama.cpp"])
+def test_right_and_wrong_servers(kind: str, export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle, out = read_bundle(export), tmp_path / "verdict.json"
+    size = sum(file.stat().st_size for file in (export / "parity").iterdir())
+    assert size < 300_000
+    assert {prompt.slice for prompt in bundle.prompts} == {"chat", "code"}
+    assert len(bundle.faults) >= 10
+    with serving(Engine(kind, reply=replies(bundle, kind))) as url:
+        assert main(["verify", str(export), "--url", url, "--output", str(out)]) == 0
+    assert "right: answers and drafts are those of the bundle" in capsys.readouterr().out
+    fault = "K and one more"
+    with serving(Engine(kind, reply=replies(bundle, kind, fault))) as url:
+        assert main(["verify", str(export), "--url", f"{url}/v1", "--output", str(out)]) == 3
+    verdict = json.loads(out.read_text())
+    assert fault in verdict["causes"]
+    assert verdict["right"] is False
+    assert "one token more than the export says" in " ".join(capsys.readouterr().out.split())
+    with serving(Engine(kind, reply=replies(bundle, kind, longer=2))) as url:
+        assert main(["verify", str(export), "--url", url]) == 3
+    assert "another chat template" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_cannot_be_verified_is_refused(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundle = read_bundle(export)
+    engine = Engine(reply=replies(bundle, "vLLM", told=False), metrics=False)
+    old = shutil.copytree(export, tmp_path / "old", ignore=shutil.ignore_patterns("parity"))
+    with serving(engine) as url, serving(Engine(model="models/another", reply=engine.reply)) as another:
+        cases = {
+            "start it with --per-request-spec-decode-metrics": [str(export), "--url", url],
+            " or eagle3: start it with": [str(export), "--url", another],
+            "has no parity/bundle.json": [str(old), "--url", url],
+            "verify takes one export": ["--url", url],
+            "either --url": [str(export)],
+            "choose vllm or llama.cpp": [str(export), "--engine", "sglang"],
+            "give --home FOLDER": [str(export), "--engine", "vllm"],
+            "does not answer": [str(export), "--url", "http://127.0.0.1:9"],
+        }
+        for words, given in cases.items():
+            capsys.readouterr()
+            assert main(["verify", *given]) == 2, words
+            said = capsys.readouterr().err
+            assert words in said
+            assert said.count("\n") == 1

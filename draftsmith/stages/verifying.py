@@ -3,17 +3,29 @@
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import EngineAnswer, within_text
 from draftsmith.eval.engines.llama_cpp import DRAFT_MODEL, LlamaServerProcess, ServerSettings
-from draftsmith.eval.engines.vllm_client import VllmSettings, run_vllm, speculation
+from draftsmith.eval.engines.vllm_client import VllmSettings, run_vllm
 from draftsmith.eval.parity.bundle import Bundle
 from draftsmith.eval.parity.diagnose import Seen
 from draftsmith.stages.gguf import HEADS, WHOLE, convert
 from draftsmith.target.gguf_file import is_gguf
 
 VLLM, LLAMA_CPP = ENGINES = ("vllm", "llama.cpp")
+_METHODS = {
+    "dflash": "dflash",
+    "eagle3": "eagle3",
+    "eagle1": "eagle",
+    "medusa_vllm": "medusa",
+    "draft_model": "draft_model",
+    "peagle": "eagle3",
+}
+"""vLLM's name of the drafting method, by layout; a speculators folder names it itself."""
+_MORE: dict[str, dict[str, Any]] = {"peagle": {"parallel_drafting": True}}
+"""What else a layout needs."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +35,14 @@ class Answered:
     engine: str
     seen: list[Seen]
     end_ids: tuple[int, ...] = ()
+
+
+def speculation(layout: str, draft: Path, tokens: int) -> dict[str, Any] | None:
+    """Return --speculative-config for the draft in a folder, None for a layout whose folder names its target and is served by itself."""
+    if layout not in _METHODS:
+        return None
+    own = {"method": _METHODS[layout], "model": str(draft.resolve()), "num_speculative_tokens": tokens}
+    return own | _MORE.get(layout, {})
 
 
 def start_and_ask(

@@ -18,17 +18,6 @@ from draftsmith.errors import UserError, last_line
 from draftsmith.eval.engines.agreement import EngineAnswer, EngineRound
 
 RUNNER = Path(__file__).with_name("vllm_runner.py")
-_METHODS = {
-    "dflash": "dflash",
-    "eagle3": "eagle3",
-    "eagle1": "eagle",
-    "medusa_vllm": "medusa",
-    "draft_model": "draft_model",
-    "peagle": "eagle3",
-}
-"""vLLM's name of the drafting method, by layout; a speculators folder names it itself."""
-_MORE: dict[str, dict[str, Any]] = {"peagle": {"parallel_drafting": True}}
-"""What else a layout needs."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +43,6 @@ class VllmRun:
     version: str
     answers: dict[float, list[EngineAnswer]] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
-
-
-def speculation(layout: str, draft: Path, tokens: int) -> dict[str, Any] | None:
-    """Return --speculative-config for the draft in a folder, None for a layout whose folder names its target and is served by itself."""
-    if layout not in _METHODS:
-        return None
-    own = {"method": _METHODS[layout], "model": str(draft.resolve()), "num_speculative_tokens": tokens}
-    return own | _MORE.get(layout, {})
 
 
 def run_vllm(settings: VllmSettings, requests: Sequence[Request], folder: Path) -> VllmRun:

@@ -93,12 +93,8 @@ def _norm_before_residual(engine: Engine, target: Target) -> bool | None:
     return None
 
 
-def _embedding(engine: Engine) -> Any:
-    return getattr(engine.head, "embed_tokens", None)
-
-
 def _embedding_of_target(engine: Engine, target: Target) -> bool | None:
-    held = _embedding(engine)
+    held = getattr(engine.head, "embed_tokens", None)
     if (
         held is None
         or held.weight.shape != target.embedding.shape
@@ -110,7 +106,7 @@ def _embedding_of_target(engine: Engine, target: Target) -> bool | None:
 
 
 def _embedding_lost(engine: Engine, target: Target) -> bool | None:
-    if (held := _embedding(engine)) is None:
+    if (held := getattr(engine.head, "embed_tokens", None)) is None:
         return False
     engine.head.embed_tokens = torch.nn.Embedding.from_pretrained(torch.zeros_like(held.weight))
     return None

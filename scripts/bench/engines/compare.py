@@ -36,12 +36,13 @@ from draftsmith.eval.engines.llama_cpp import (
     as_seen,
     counted_by_llama_cpp,
 )
-from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm, speculation
+from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.registry import find_method
 from draftsmith.progress import say
 from draftsmith.stages.gguf import HEADS, WHOLE, convert
+from draftsmith.stages.verifying import speculation
 from scripts.bench.engines.served import Candidate, ServedTarget
 
 SAMPLED = Sampling(1.0)

@@ -6,12 +6,12 @@ from pathlib import Path
 from textwrap import fill
 
 from draftsmith.cli.boundary import put
+from draftsmith.cli.verifying import ENGINES, Answered, start_and_ask
 from draftsmith.errors import UserError
 from draftsmith.eval.parity.ask import AskedServer
 from draftsmith.eval.parity.bundle import Bundle, read_bundle
 from draftsmith.eval.parity.diagnose import diagnose, not_told
 from draftsmith.machine import environment_json
-from draftsmith.stages.verifying import ENGINES, Answered, start_and_ask
 from draftsmith.storage import check_file, write_json
 
 DIFFERS = 3

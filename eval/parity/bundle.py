@@ -166,19 +166,8 @@ def make_bundle(
         return None
     faults, unseen = _foretell(target, head, tokens, prompts, texts)
     return Bundle(
-        draftsmith=draftsmith.__version__,
-        method=head.method,
-        layout=layout,
-        target=target_reference(target),
-        num_speculative_tokens=tokens,
-        fingerprint=target.fingerprint,
-        dtype=target.dtype_name,
-        eos_ids=target.eos_ids,
-        budget=close,
-        files={},
-        prompts=tuple(prompts),
-        faults=faults,
-        unseen=unseen,
+        *(draftsmith.__version__, head.method, layout, tokens, target_reference(target), target.fingerprint),
+        *(target.dtype_name, target.eos_ids, close, {}, tuple(prompts), faults, unseen),
     )
 
 

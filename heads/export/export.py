@@ -59,9 +59,8 @@ def export_head(
     draftsmith.json names, `target` if left out. target_note: what README.md says of a target that was exported too.
     adapter: that export, where the target is served with an adapter. planned: (first batch, last batch, tokens to draft), what an
     evaluation found fastest, which README.md then starts engines with. verdict: of an evaluation that found that the head does not pay, which
-    README.md opens with. again: how the export is made again, for its lines. history: for the passport. beside: writes more into the folder,
-    PARITY alone, and gets it, the head as it was loaded again and the number of tokens that engines are started with. The head itself is
-    not changed. Raises UserError where
+    README.md opens with. again: how the export is made again, for its lines. history: for the passport. beside: writes PARITY into the folder that
+    it gets with the head as it was loaded again and the tokens that engines draft. The head itself is not changed. Raises UserError where
     the layout cannot hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is
     loaded again and must give the same logits.
     """

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar
 
+from draftsmith.cli.verifying import speculation
 from draftsmith.decoder.answers import Generation, Tally, total
 from draftsmith.decoder.decode import decode
 from draftsmith.decoder.draft import Drafter, TargetAlone
@@ -42,7 +43,6 @@ from draftsmith.heads.export.export import export_head
 from draftsmith.heads.registry import find_method
 from draftsmith.progress import say
 from draftsmith.stages.gguf import HEADS, WHOLE, convert
-from draftsmith.stages.verifying import speculation
 from scripts.bench.engines.served import Candidate, ServedTarget
 
 SAMPLED = Sampling(1.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 
-from draftsmith.cli.watch_options import WATCH
+from draftsmith.cli.watch_options import ACCEPTANCE, VERIFY, WATCH
 from draftsmith.errors import UserError
 from draftsmith.recipe.options import Option, number, text, whole_number
 
@@ -203,10 +203,6 @@ _COMPARE = (
     Option("--output", "FILE", "Keep the whole comparison, in a file that ends in .md or .json.", Path),
     Option("--fail-if-worse", None, "Exit with code 3 where a number is worse beyond noise."),
 )
-_ACCEPTANCE = (
-    Option("--report", "FILE", "The result.json of an evaluation, whose tau stands beside.", Path),
-    Option("--drafter", "NAME", "That drafter of it; its first if left out.", text),
-)
 _seconds = number("a number of seconds above 0 and at most 86400", lambda value: 0 < value <= 86400)
 _SERVED = (
     Option(
@@ -287,21 +283,6 @@ _FIT = (
     Option("--head", "FOLDER", "A checkpoint, a run, an export or a published head.", Path),
     Option("--target", "PATH", "Folder, Hub name or GGUF file of the target, or embedded."),
 )
-_VERIFY = (
-    Option(
-        "--url", "BASE", "The address of a running vLLM, llama-server or SGLang, such as http://localhost:8000.", text
-    ),
-    Option("--model", "NAME", "How it calls the target, where that is not the target's own name.", text),
-    Option("--engine", "NAME", "Start this one instead, in float32: vllm or llama.cpp.", text),
-    Option(
-        "--home", "FOLDER", "Where that is installed: vLLM's environment, or a llama.cpp tree with build/bin.", Path
-    ),
-    Option("--target", "FOLDER", "The files of the target that it serves.", Path),
-    Option(
-        "--gguf-pre", "NAME", "llama.cpp's name of the target's pre-tokenizer, where it does not recognise it.", text
-    ),
-    Option("--output", "FILE", "Write the verdict, and what was seen, there as JSON.", Path),
-)
 
 COMMANDS: dict[str, Command] = {
     "run": Command(
@@ -350,7 +331,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "acceptance": Command(
         "what an engine's log, answers or /metrics tell of acceptance, in everybody's words: acceptance FILE_OR_URL",
-        _ACCEPTANCE,
+        ACCEPTANCE,
         "ledger:acceptance",
         takes_recipe=False,
         words="FILE_OR_URL ",
@@ -369,7 +350,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "verify": Command(
         "replay an export's parity bundle in a running engine, or one that is started, and name what differs and why: verify EXPORT --url BASE",
-        _VERIFY,
+        VERIFY,
         "verify:verify",
         takes_recipe=False,
         words="EXPORT ",

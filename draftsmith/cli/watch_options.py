@@ -1,4 +1,4 @@
-"""The options of `draftsmith watch`."""
+"""The options of `draftsmith watch`, `verify` and `acceptance`, which read what engines tell."""
 
 from pathlib import Path
 
@@ -71,4 +71,24 @@ WATCH = (
         "Also redact by this function of yours: it takes a text and returns one, or None to keep the request out.",
         text,
     ),
+)
+VERIFY = (
+    Option(
+        "--url", "BASE", "The address of a running vLLM, llama-server or SGLang, such as http://localhost:8000.", text
+    ),
+    Option("--model", "NAME", "How it calls the target, where that is not the target's own name.", text),
+    Option("--engine", "NAME", "Start this one instead, in float32: vllm or llama.cpp.", text),
+    Option(
+        "--home", "FOLDER", "Where that is installed: vLLM's environment, or a llama.cpp tree with build/bin.", Path
+    ),
+    Option("--target", "FOLDER", "The files of the target that it serves.", Path),
+    Option(
+        "--gguf-pre", "NAME", "llama.cpp's name of the target's pre-tokenizer, where it does not recognise it.", text
+    ),
+    Option("--output", "FILE", "Write the verdict, and what was seen, there as JSON.", Path),
+)
+
+ACCEPTANCE = (
+    Option("--report", "FILE", "The result.json of an evaluation, whose tau stands beside.", Path),
+    Option("--drafter", "NAME", "That drafter of it; its first if left out.", text),
 )

@@ -47,7 +47,7 @@ from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.pretrained import weights_directory
 
 _TOKENS = 8
-"""The most tokens of an answer that are tested."""
+"""The most tokens of an answer that are tested where nobody asks for more."""
 _ROWS = 128
 """Samples of a batch, about."""
 
@@ -166,7 +166,7 @@ def certify(own: Namespace, words: list[str]) -> int:
             "certify takes two prompts or more, as one fault is another prompt's prefix: raise --prompts, or add some."
         )
     ways = [(sampling, name) for sampling in settings for name in subject.names(sampling)]
-    tokens = max(4, min(_TOKENS, subject.longest + 2))
+    tokens = max(4, own.tokens or min(_TOKENS, subject.longest + 2))
     tests, repeats = len(ways) * checks_of(tokens), max(1, _ROWS // len(prompts))
     design = Design(own.level, own.power, own.distance, len(prompts), tokens, tests, repeats)
     texts = [(r.sample_id, r.prompt_ids, r.max_new_tokens) for r in subject.requests]

@@ -191,6 +191,12 @@ _CERTIFY = (
     Option("--power", "P", "The probability to find it; 0.9 if left out.", _read_share, 0.9),
     Option("--level", "A", "How often, at most, a right decoder fails; 0.01 if left out.", _read_share, 0.01),
     Option("--prompts", "N", "How many prompts; 5 if left out.", whole_number("a number of prompts", 1000), 5),
+    Option(
+        "--tokens",
+        "N",
+        "How many of an answer's first tokens, 4 at least; two more than a draft if left out, and at most 8.",
+        whole_number("a number of tokens", 64),
+    ),
     _HEAD,
 )
 _COMPARE = (

@@ -174,15 +174,14 @@ _CERTIFY = (
     Option(
         "--output",
         "FILE",
-        "The certificate, a .json file; certificate.json if left out. Its page lies beside it.",
+        "A .json file; certificate.json if left out. Its page lies beside.",
         Path,
         Path("certificate.json"),
     ),
     Option(
         "--url",
         "URL",
-        "Certify a running vLLM or llama-server that drafts, http://HOST:PORT, against a second one of the same target that does not: "
-        "the one that drafts first.",
+        "Two servers in place of this decoder, vLLM or llama-server, http://HOST:PORT: one that drafts, then one that does not.",
         text,
         many=True,
     ),
@@ -191,12 +190,7 @@ _CERTIFY = (
     Option("--power", "P", "The probability to find it; 0.9 if left out.", _read_share, 0.9),
     Option("--level", "A", "How often, at most, a right decoder fails; 0.01 if left out.", _read_share, 0.01),
     Option("--prompts", "N", "How many prompts; 5 if left out.", whole_number("a number of prompts", 1000), 5),
-    Option(
-        "--tokens",
-        "N",
-        "How many of an answer's first tokens, 4 at least; two more than a draft if left out, and at most 8.",
-        whole_number("a number of tokens", 64),
-    ),
+    Option("--tokens", "N", "First tokens of an answer; 8 at most if left out.", whole_number("a number", 64)),
     _HEAD,
 )
 _COMPARE = (

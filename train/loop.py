@@ -48,6 +48,7 @@ from draftsmith.train.process import ENDING, Interrupt
 from draftsmith.train.schedule import Micro, Schedule, TrainData, build_optimizers, lr_factor, set_lr
 from draftsmith.train.steps import Found, Step, Teller, collect, divide_again, leave_out, step_sums
 
+SIGNALS = (*ENDING, signal.SIGINT)
 _EARLY = 200
 """Steps until the first evaluation of a long run."""
 
@@ -174,7 +175,7 @@ class _Run:
             while progress.step < self.total and not self._stale(progress) and not stopping:
                 before = time.perf_counter()
                 for window in self.feed.windows(self._micros(progress.step)):
-                    step = self._step(window, progress)
+                    step = self._step(window, progress, interrupt)
                     self.teller.taken(step)
                     progress, evaluates = step.progress, step.progress.step in self.eval_steps
                     held.step_ended()
@@ -220,14 +221,17 @@ class _Run:
         with autocast_of(self.accelerator.device, self.spec):  # as in the evaluations, whose memory it then takes
             return calibrate_best(self.folder / "best", self.target, *data, sampling)
 
+    def _wishes(self, interrupt: Interrupt) -> torch.Tensor:
+        """Return [1 + signals]: whether a checkpoint is due, and whether each signal asked this process to stop."""
+        due = time.perf_counter() - self.pace.saved_at > 60 * self.spec.checkpoint_minutes
+        return torch.tensor([due, *(interrupt.asked == number for number in SIGNALS)]).float()
+
     def _maybe_checkpoint(self, progress: Progress, interrupt: Interrupt) -> int:
-        """Save a checkpoint when one is due, and return the signal to stop for, or 0; all processes decide alike."""
-        due, asked = time.perf_counter() - self.pace.saved_at > 60 * self.spec.checkpoint_minutes, interrupt.asked
-        if self.accelerator.num_processes > 1:
-            numbers = (*ENDING, signal.SIGINT)
-            wishes = torch.tensor([due, *(asked == n for n in numbers)], device=self.accelerator.device).float()
-            due, *asks = (bool(x) for x in self.accelerator.reduce(wishes, "sum") > 0)
-            asked = next((number for number, ask in zip(numbers, asks, strict=True) if ask), 0)
+        """Save a checkpoint when one is due, and return the signal to stop for, or 0; all processes decide alike, by what they wished
+        before the step."""
+        wished = self._wishes(interrupt) if self.accelerator.num_processes == 1 else self.wished
+        due, *asks = (bool(x) for x in wished > 0)
+        asked = next((number for number, ask in zip(SIGNALS, asks, strict=True) if ask), 0)
         if due or asked:
             self.teller.rest()
         if due:
@@ -259,14 +263,16 @@ class _Run:
         epoch, skip = self._locate(step)
         return epoch + (skip / self.epoch_steps[epoch] if skip else 0.0)
 
-    def _step(self, window: list[Fed], progress: Progress) -> Step:
+    def _step(self, window: list[Fed], progress: Progress, interrupt: Interrupt) -> Step:
         """Take one optimizer step on the sum of losses over the global divisor; the device may still be at it on return."""
         accelerator, device = self.accelerator, self.accelerator.device
         counted = torch.zeros(4)
         for micro in window:
             counted += torch.tensor([micro.divisor, micro.rows, micro.covered, micro.tokens]) * micro.counts
         if accelerator.num_processes > 1:
-            counted = accelerator.reduce(counted.to(device), "sum").cpu()
+            # One message carries the wishes too, as each is waited for.
+            counted = accelerator.reduce(torch.cat([counted, self._wishes(interrupt)]).to(device), "sum").cpu()
+            counted, self.wished = counted[:4], counted[4:]
         divisor, rows, covered, tokens = counted
         if rows == 0 or divisor == 0:
             return self._skip_empty_step(progress)

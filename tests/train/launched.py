@@ -90,6 +90,24 @@ def note_heldout() -> list[dict[str, Any]]:
     return noted
 
 
+def note_collectives() -> set[int]:
+    """Return what holds the numbers of messages of ours that the processes waited for in a step; those of gradients are DDP's own."""
+    noted, calls, reduced, step = set[int](), [0], distributed.all_reduce, loop._Run._step
+
+    def all_reduce(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return reduced(*args, **options)
+
+    def counted(*args: Any) -> Any:
+        calls[0] = 0
+        taken = step(*args)
+        noted.add(calls[0])
+        return taken
+
+    distributed.all_reduce, loop._Run._step = all_reduce, counted
+    return noted
+
+
 def train_and_note(words: list[str], noted: list[dict[str, Any]]) -> int:
     """Run a command line, and write what is noted to its output folder; return its exit code."""
     code = main(words)
@@ -101,11 +119,13 @@ def train_and_note(words: list[str], noted: list[dict[str, Any]]) -> int:
 
 def train_several(folder: Path, methods: list[str], noted: list[dict[str, Any]]) -> int:
     """Train the run "two" of each method; return the worst exit code."""
-    codes = []
+    codes, collectives = [], note_collectives()
     for method in methods:
         # Checkpoints all the time: the processes must agree on when.
         words = [*TinyRun(folder / method, method).words("two"), "--train.checkpoint_minutes", "0.001"]
         codes.append(train_and_note(["train", *words], noted))
+        (folder / method / "collectives.json").write_text(json.dumps(sorted(collectives)))
+        collectives.clear()
         AcceleratorState._reset_state()
         GradientState._reset_state()
     return max(codes)

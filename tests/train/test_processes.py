@@ -3,6 +3,7 @@ killed and resumed, and on machines that meet.
 """
 
 import argparse
+import json
 import os
 import signal
 import socket
@@ -62,6 +63,8 @@ def test_two_processes_are_one_with_twice_the_accumulation(
     runs, said = trained
     check(runs[method], said)
     runs[method].check_heldout("two")
+    # Counts with wishes, and the step's sums.
+    assert json.loads((runs[method].folder / "collectives.json").read_text()) == [2], said
 
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed")
@@ -104,7 +107,7 @@ def test_interrupted_and_resumed_shards_train_as_one_process(
     environment = launcher_environment(name) | {"DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     said = run.launch(name, script, environment | {"STOP_AT": "20"})
     assert "run the same command again" in said
-    assert len(run.metrics(name)) == 20
+    assert len(run.metrics(name)) == 21, "processes agree on the end at the next step's count"
     assert run.progress(name)["layout"] == layout
     said = run.launch(name, script, environment)
     assert (run.folder / name / "train" / "summary.json").exists(), said

@@ -166,9 +166,9 @@ def make_bundle(
         return None
     faults, unseen = _foretell(target, head, tokens, prompts, texts)
     return Bundle(
-        *(draftsmith.__version__, head.method, layout, tokens, target_reference(target), target.fingerprint),
-        *(target.dtype_name, target.eos_ids, close, {}, tuple(prompts), faults, unseen),
-    )
+        draftsmith.__version__, head.method, layout, tokens, target_reference(target), target.fingerprint,
+        target.dtype_name, target.eos_ids, close, {}, tuple(prompts), faults, unseen,
+    )  # fmt: skip
 
 
 def _foretell(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
 
-from draftsmith.cli.watch_options import ACCEPTANCE, VERIFY, WATCH
+from draftsmith.cli.engine_options import ACCEPTANCE, VERIFY, WATCH
 from draftsmith.errors import UserError
 from draftsmith.recipe.options import Option, number, text, whole_number
 

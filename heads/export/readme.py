@@ -14,7 +14,8 @@ README = "README.md"
 
 _CHECK = """## Check the first start
 
-Send the prompts of your evaluation at temperature 0, and read the engine's own counters:
+Where the folder `parity` is there, `draftsmith verify THIS_FOLDER --url http://localhost:8000` asks the engine for its prompts, and names what
+it does otherwise and why. Then send the prompts of your evaluation at temperature 0, and read the engine's own counters:
 
 {counters}
 

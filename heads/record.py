@@ -2,11 +2,12 @@
 passport of an export, also how the head is computed, what it learned from, what was measured of it, and the hashes of its files."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from draftsmith.errors import UserError
 from draftsmith.foreign.records import read_dataclass
@@ -111,7 +112,7 @@ def write_passport(folder: Path, passport: Passport) -> None:
     if passport.head is not None:
         bound = [file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in (RECORD, "README.md")]
         passport = replace(passport, files={file.name: sha256_file(file) for file in bound})
-    value = json.loads(json.dumps(asdict(passport)))  # lists instead of tuples
+    value = asdict(passport)
     write_json(folder / RECORD, value | {"digest": fingerprint(value)})
 
 
@@ -142,6 +143,8 @@ def read_passport(folder: Path) -> Passport | None:
 def facts_of(head: "DraftHead") -> HeadFacts:
     """Return how a head is computed, as its passport says."""
     ids, vocab = head.reads.layer_ids, head.draft_vocab
+    if vocab is not None and bool((vocab.cpu() == torch.arange(len(vocab))).all()):
+        vocab = None  # nothing is mapped, which files may leave out
     reads_last = head.reads.target_states and not ids
     return HeadFacts(
         layer_ids=tuple(ids),

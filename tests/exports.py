@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle1.head import Eagle1Head
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.hydra.head import HydraHead
+from draftsmith.heads.record import read_passport, write_passport
 from draftsmith.heads.registry import find_method
 from draftsmith.target.target import Target
 from tests.models import tiny_model
@@ -38,6 +40,13 @@ def replace_layout(monkeypatch: pytest.MonkeyPatch, name: str, **changes: Any) -
     module = import_module(f"draftsmith.heads.{layouts()[name].method}.formats")
     changed = [replace(one, **changes) if one.name == name else one for one in module.LAYOUTS]
     monkeypatch.setattr(module, "LAYOUTS", tuple(changed))
+
+
+def sign_again(folder: Path) -> None:
+    """Make an export's passport that of the files which are there now, as if it had been exported so."""
+    passport = read_passport(folder)
+    assert passport is not None
+    write_passport(folder, passport)
 
 
 def shake(head: torch.nn.Module) -> None:

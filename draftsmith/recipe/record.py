@@ -57,7 +57,7 @@ INSIDE = re.compile(
     r"train/(?!best/).*|train/best/(config\.json|model\.safetensors)"
     r"|(evaluation|simulation)/t[\d.]+/(result\.json|parts\.journal)"
     rf"|evaluation/settings/[^/]+/({'|'.join(map(re.escape, NAMES))})"
-    r"|export/[^/]+/(README\.md|(merges|vocab|added_tokens)\.txt|[^/.][^/]*\.(json|safetensors|gguf|pt|bin|jinja|model|py))"
+    r"|export/[^/]+/(README\.md|parity/bundle\.json|(merges|vocab|added_tokens)\.txt|[^/.][^/]*\.(json|safetensors|gguf|pt|bin|jinja|model|py))"
 )
 """What is made in these folders; in train all but the best head is Accelerate's and the dashboards'."""
 

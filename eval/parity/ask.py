@@ -86,7 +86,12 @@ class AskedServer(ModelServer):
         return replace(seen, drafted=drafted, accepted=accepted)
 
     def _llama(self, prompt: ParityPrompt) -> Seen:
-        wanted = {"prompt": list(prompt.prompt_ids), "n_predict": prompt.max_new_tokens, "cache_prompt": False, "return_tokens": True}
+        wanted = {
+            "prompt": list(prompt.prompt_ids),
+            "n_predict": prompt.max_new_tokens,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
         reply = self.post("/completion", GREEDY | wanted)
         ids, timings = self._ids(reply.get("tokens"), "return_tokens"), reply.get("timings")
         if not isinstance(timings, dict):

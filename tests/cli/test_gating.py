@@ -15,6 +15,7 @@ from draftsmith.heads.eagle1 import head as eagle1
 from draftsmith.heads.export.export import export_head
 from draftsmith.target.target import load_target
 from tests.eval.gate.test_compare import decoded, scaled
+from tests.exports import sign_again
 from tests.workplace import fails, make_workplace, options, save_untrained
 
 GATE = ["--fail-under", "tau=2", "--junit"]
@@ -209,6 +210,7 @@ def test_a_published_head_of_another_method_than_the_recipes(
     (head / "config.json").write_text(
         (head / "config.json").read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.1')
     )
+    sign_again(head)
     assert main([*given, "--no-decode"]) == 2
     assert "(the head changed)" in capsys.readouterr().err
 

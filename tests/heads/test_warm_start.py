@@ -23,7 +23,7 @@ from draftsmith.target.target import Target, load_target
 from tests import exports
 from tests.batches import documents_of, pack
 from tests.eval.conformance.test_suite import SPECS, spec
-from tests.exports import make_medusa, make_target
+from tests.exports import make_medusa, make_target, sign_again
 from tests.helpers import tiny_tokenizer
 from tests.models import SMALL_HEADS, tiny_model
 from tests.workplace import digests, make_workplace, options
@@ -152,6 +152,8 @@ def test_training_starts_from_the_head(
     assert "train: reusing" in capsys.readouterr().err
     weights = load_file(moved / "model.safetensors")
     save_file(weights | {"norm.weight": weights["norm.weight"] + 1}, moved / "model.safetensors")
+    if start == "exported":
+        sign_again(moved)
     assert main(["train", *words(workplace, run, moved)]) == 2
     assert "train.warm_start was" in capsys.readouterr().err
 

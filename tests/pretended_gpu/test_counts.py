@@ -126,10 +126,10 @@ def test_a_training_step(method: str, store: Any, tmp_path: Path, monkeypatch: p
         found: list[Counts] = []
         begun: list[int] = []
 
-        def step(self: Any, window: Any, progress: Any) -> Any:
+        def step(self: Any, window: Any, progress: Any, interrupt: Any) -> Any:
             waits = len(counts.waits)
             begun.append(gpu.stream_of(0).done)
-            done = run_step(self, window, progress)
+            done = run_step(self, window, progress, interrupt)
             assert not progress.step or len(counts.waits) == waits, (
                 "the host gives the device a step and waits for nothing"
             )

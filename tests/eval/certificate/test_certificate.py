@@ -13,7 +13,7 @@ from draftsmith.decoder import verify as rules
 from draftsmith.decoder.draft import Drafter, TargetAlone
 from draftsmith.decoder.loop import Loop
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.decoder.trees import DynamicTree, StaticTree
+from draftsmith.decoder.trees import DynamicTree
 from draftsmith.eval.certificate import certificate
 from draftsmith.eval.certificate.certificate import Design, Judge, checks_of, draw_decoded, exact_pairs
 from draftsmith.eval.certificate.controls import CONTROLS, Control, setting_of, spoiled
@@ -24,12 +24,9 @@ from draftsmith.heads.eagle.drafter import EagleDrafter
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.progress import Bar
 
-BUSH = StaticTree("bush", ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 WAYS: dict[str, dict[str, Any]] = {
     "chain": {},
-    "deterministic chain": {"greedy_drafts": True},
     "growing tree": {"tree": DynamicTree(3, 3, 9)},
-    "drawn tree": {"tree": BUSH, "drawn": True},
 }
 T, REPEATS = 5, 40
 
@@ -59,7 +56,6 @@ def judge_of(sampling: Sampling, drafter: Drafter, journal: Journal | None = Non
     [
         "chain",
         "growing tree",
-        *(pytest.param(way, marks=pytest.mark.slow) for way in ("deterministic chain", "drawn tree")),
     ],
 )
 def test_a_right_decoder_is_certified_and_every_fault_is_found(way: str) -> None:

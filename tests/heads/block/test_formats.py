@@ -23,6 +23,7 @@ from tests.exports import (
     make_jetspec,
     make_target,
     make_xpress,
+    sign_again,
 )
 
 MAKE = {
@@ -40,6 +41,8 @@ def edit(folder: Path, **changes: Any) -> Path:
     file = folder / "config.json"
     config = {**json.loads(file.read_text()), **changes}
     file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    if (folder / "draftsmith.json").is_file():
+        sign_again(folder)
     return folder
 
 
@@ -205,8 +208,10 @@ def test_a_trained_output_projection_is_refused(vocab: torch.Tensor | None, tmp_
     tensors = load_file(path / "model.safetensors")
     own = target.head.weight if vocab is None else target.head.weight[vocab]
     save_file({**tensors, "lm_head.weight": own.clone()}, path / "model.safetensors")
+    sign_again(path)
     load_head(path, target)
     save_file({**tensors, "lm_head.weight": own + 1}, path / "model.safetensors")
+    sign_again(path)
     with pytest.raises(UserError, match="an output projection that was trained with it"):
         load_head(path, target)
 

@@ -17,7 +17,16 @@ from draftsmith.heads.export.export import export_head
 from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats.recognise import is_head_config, load_head
 from draftsmith.target.identity import TargetIdentity, compare
-from tests.exports import VOCAB, folded_state, make_dflash, make_eagle1, make_eagle3, make_medusa, make_target
+from tests.exports import (
+    VOCAB,
+    folded_state,
+    make_dflash,
+    make_eagle1,
+    make_eagle3,
+    make_medusa,
+    make_target,
+    sign_again,
+)
 
 WEIGHTS = "model.safetensors"
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -123,6 +132,7 @@ def test_one_sentence(case: str, tmp_path: Path) -> None:
     change(config, tensors)
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "head" / WEIGHTS)
+    sign_again(tmp_path / "head")
     with pytest.raises(UserError) as raised:
         load_head(tmp_path / "head", target)
     assert said in str(raised.value)

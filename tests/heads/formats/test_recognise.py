@@ -256,6 +256,7 @@ def shard(folder: Path) -> Path:
         save_file({name: tensors[name] for name in part}, folder / file)
         listed |= dict.fromkeys(part, file)
     whole.unlink()
+    (folder / "draftsmith.json").unlink(missing_ok=True)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": listed}))
     return folder
 

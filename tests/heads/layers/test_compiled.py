@@ -21,7 +21,7 @@ from draftsmith.target.target import Target
 from tests.gpu.support import LAYERS, OPTIONS, make_head, make_target, make_texts
 
 CPU = torch.device("cpu")
-NO_PARTS = ("medusa", "medusa2")
+NO_PARTS = ("draft_model", "medusa", "medusa2")
 """Their heads have no attention."""
 Step = tuple[float, list[Tensor]]
 

@@ -18,6 +18,7 @@ from draftsmith.heads.peagle.head import PEagleHead, build
 from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from tests.batches import documents_of, pack
+from tests.exports import sign_again
 from tests.heads import llama_oracle as oracle
 from tests.models import make_target
 
@@ -197,8 +198,10 @@ def test_a_config_without_its_mask_token_is_refused(tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     del config["mask_token_id"]
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    sign_again(tmp_path / "out")
     with pytest.raises(UserError, match="says mask_token_id None, but the target has tokens 0 to 159"):
         load_head(tmp_path / "out", target)
     config["pard_token"] = 7
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    sign_again(tmp_path / "out")
     assert load_head(tmp_path / "out", target).options.mask_token_id == 7

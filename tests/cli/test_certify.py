@@ -61,6 +61,8 @@ def test_two_servers(place: Path, tmp_path: Path) -> None:
         *options(place, tmp_path / "run"),
         "--distance",
         "0.4",
+        "--level",
+        "0.0001",
         "--prompts",
         "2",
         "--output",

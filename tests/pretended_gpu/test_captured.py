@@ -163,7 +163,7 @@ def test_every_length_has_the_same_rounds(gpu: Any, name: str, monkeypatch: pyte
     method, options = name.split(",")[0], DRAFTERS[name]
     head = make_head(target, method).to(target.dtype).eval()
     drafter = methods()[method].make_drafter(head, 2, **options)
-    asked = [Request(str(n), "", tuple(3 + i % 150 for i in range(n)), 7, n, ignore_eos=True) for n in (20, 37, 300)]
+    asked = [Request(str(n), "", tuple(3 + i % 150 for i in range(n)), 12, n, ignore_eos=True) for n in (20, 37, 300)]
     found = recorded(gpu, monkeypatch)
     for module in ("decoder.captured", "decoder.slots", "heads.drafters"):
         monkeypatch.setattr(

@@ -1,0 +1,208 @@
+"""One table of every drafter on one target, on the same answers and the same budget of tokens:
+python -m scripts.bench.drafters --recipes smollm2-135m --tokens 2700000 --output docs/results/drafters.json -- --target.path T
+
+Each method with a recipe recipes/METHOD/NAME.yaml is trained for a third of the budget at each of --rates, times the recipe's learning
+rates; the rate with the best held-out tau gets the whole budget, unless the method then lies --drop below the best one. All heads are
+then evaluated together, on the same prompts and in turns; differences of tau, from the best head's, have intervals over the same prompts.
+Words behind -- are keys of every recipe. What is finished is reused: run it again after an interruption.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.errors import UserError, last_line
+from draftsmith.eval.results.intervals import bootstrap_tau
+from draftsmith.eval.results.result import DrafterResult, Result, read_result
+from draftsmith.foreign.text import read_object
+from draftsmith.heads.base import layer_ids_of
+from draftsmith.machine import environment_json
+from draftsmith.progress import say
+from draftsmith.recipe.parse import parse_recipe
+from draftsmith.stages.evaluation import result_files
+from draftsmith.stages.session import Session
+from draftsmith.storage import write_json
+
+TRIAL = 1 / 3
+"""The share of the budget that a learning rate is chosen by."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training of a method. rate: what the recipe's learning rates are multiplied by. share: of the budget of tokens. tau: the best
+    held-out one, at the recipe's draft length, greedy. seconds: of training."""
+
+    method: str
+    rate: float
+    share: float
+    steps: int
+    tau: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all trainings have in common. words: keys of every recipe, those of the folders and layers included."""
+
+    recipes: str
+    folder: Path
+    tokens: int
+    words: tuple[str, ...]
+
+    def command(self, method: str, *more: str) -> list[str]:
+        """Return the words that a command of draftsmith takes for a method."""
+        return ["--recipe", f"recipes/{method}/{self.recipes}.yaml", *self.words, *more]
+
+    def run_dir(self, method: str, rate: float, share: float) -> Path:
+        """Return the folder of a training."""
+        return self.folder / f"{method}-{rate:g}-{share:.2g}"
+
+    def train(self, method: str, rate: float, share: float) -> Training:
+        """Train, or go on, in a process of one thread; raises UserError with the last line of its log where that fails."""
+        plain, run = parse_recipe(self.command(method)), self.run_dir(method, rate, share)
+        train = plain.train
+        steps = max(1, round(self.tokens * share / (train.rows * train.row_tokens * train.accumulation)))
+        keys = {"max_steps": steps, "epochs": 10_000, "lr": train.lr * rate, "muon_lr": train.muon_lr * rate}
+        words = [word for key, value in keys.items() for word in (f"--train.{key}", repr(value))]
+        draftsmith("train", [*self.command(method, *words), "--output_dir", str(run)], run.with_suffix(".log"))
+        found = read_object(run / "train" / "summary.json", "remove it, and train again")
+        done = Training(method, rate, share, steps, found["best_tau"], found["train_seconds"])
+        say(
+            f"{method} x {rate:g}, {share:.0%} of the budget: held-out tau {done.tau:.3f} in {done.seconds / 60:.0f} min"
+        )
+        return done
+
+
+def draftsmith(command: str, words: Sequence[str], log: Path) -> None:
+    """Run a command of draftsmith in a process of its own. Raises UserError with the last line of its log where it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    call = [sys.executable, "-m", "draftsmith.cli.main", command, *words]
+    with log.open("a", encoding="utf-8") as output:
+        done = subprocess.run(
+            call, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
+        )
+    if done.returncode:
+        raise UserError(
+            f"draftsmith {command} failed ({last_line(log.read_text(encoding='utf-8'))}): its whole log is {log}."
+        )
+
+
+def train_all(bench: Bench, methods: Sequence[str], rates: Sequence[float], drop: float, jobs: int) -> list[Training]:
+    """Choose a rate for every method, and train those that are not left behind; return all trainings, the trials first."""
+    with ThreadPoolExecutor(jobs) as pool:
+        trials = list(
+            pool.map(lambda pair: bench.train(pair[0], pair[1], TRIAL), [(m, r) for r in rates for m in methods])
+        )
+        best = {method: max((t for t in trials if t.method == method), key=lambda t: t.tau) for method in methods}
+        bound = max(trial.tau for trial in best.values()) * (1 - drop)
+        kept = [trial for trial in best.values() if trial.tau >= bound]
+        for trial in best.values():
+            if trial not in kept:
+                say(f"{trial.method} stays at a third of the budget: its tau {trial.tau:.3f} is below {bound:.3f}")
+        return trials + list(pool.map(lambda trial: bench.train(trial.method, trial.rate, 1.0), kept))
+
+
+def heads_of(bench: Bench, trainings: Sequence[Training]) -> dict[str, Path]:
+    """Return the run of each method's longest training, at its best rate, the best head first."""
+    ordered = sorted(trainings, key=lambda t: (t.share, t.tau), reverse=True)
+    longest = {training.method: training for training in reversed(ordered)}
+    return {t.method: bench.run_dir(t.method, t.rate, t.share) for t in ordered if longest[t.method] is t}
+
+
+def row(drafter: DrafterResult, name: str, result: Result) -> dict[str, Any]:
+    """Return what the table says of a drafter at one temperature."""
+    m, costs = drafter.overall, result.costs
+    return {
+        "draft": None if drafter.draft is None else asdict(drafter.draft),
+        "tau": m.tau,
+        "tau_simulated": m.tau_simulated,
+        "tau_simulated_interval": m.tau_simulated_interval,
+        "slices": {place: measures.tau_simulated for place, measures in drafter.slices.items()},
+        "tau_by_k": {point.num_speculative_tokens: point.tau_simulated for point in m.k_sweep or ()},
+        "tau_by_budget": m.budget_sweep,
+        "draft_ms": None if costs is None else costs.draft_ms.get(name),
+        "decode_tok_s": m.decode_tok_s,
+        "speedup": m.speedup,
+        "speedup_spread": m.speedup_spread,
+    }
+
+
+def table(result: Result) -> dict[str, Any]:
+    """Return the rows of a result, and how far each drafter's simulated tau lies from the best one's on the same prompts."""
+    rows = {name: row(drafter, name, result) for name, drafter in result.drafters.items()}
+    best = max(rows, key=lambda name: rows[name]["tau_simulated"] or 0.0)
+    for name, drafter in result.drafters.items():
+        sides = [result.drafters[best].prompts, drafter.prompts]
+        pairs = [
+            [(side[p].tokens, side[p].rounds_simulated or 0.0) for p in sides[0] if p in sides[1]] for side in sides
+        ]
+        rows[name]["behind_best"] = None if name == best else bootstrap_tau(pairs[1], pairs[0])
+    return {"best": best, "drafters": rows}
+
+
+def main(argv: list[str]) -> int:
+    """Run the bench, or what is left of it."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench.drafters", description=__doc__)
+    parser.add_argument("--recipes", default="smollm2-135m", help="recipes/METHOD/NAME.yaml of every method")
+    parser.add_argument("--methods", nargs="*", help="only these")
+    parser.add_argument(
+        "--tokens", type=int, required=True, help="the budget: tokens that a training reads, epochs counted each"
+    )
+    parser.add_argument("--rates", type=float, nargs="*", default=[1.0, 0.5])
+    parser.add_argument(
+        "--drop", type=float, default=0.15, help="how far behind the best a trial may lie, as a share of its tau"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="trainings at once, of one thread each")
+    parser.add_argument("--folder", type=Path, default=Path("runs/drafters"))
+    parser.add_argument("--no-decode", action="store_true", help="simulate alone, without times")
+    parser.add_argument("--output", type=Path)
+    split = argv.index("--") if "--" in argv else len(argv)
+    own, words = parser.parse_args(argv[:split]), argv[split + 1 :]
+    found = sorted(path.parent.name for path in Path("recipes").glob(f"*/{own.recipes}.yaml"))
+    if unknown := set(own.methods or found) - set(found) or (not found and {own.recipes}):
+        raise UserError(
+            f"there is no recipe recipes/*/{own.recipes}.yaml of {', '.join(sorted(unknown))}: name others."
+        )
+    methods = own.methods or found
+    data = ["--data_dir", str(own.folder / "data"), *words]
+    bench = Bench(own.recipes, own.folder, own.tokens, tuple(data))
+    recipes = {method: parse_recipe(bench.command(method)) for method in methods}
+    target = Session(recipes[methods[0]]).target
+    layers = sorted({layer for recipe in recipes.values() for layer in layer_ids_of(recipe.head, target)})
+    stored = ["--features.layer_ids", json.dumps(layers)] if layers else []
+    bench = Bench(own.recipes, own.folder, own.tokens, (*data, *stored))
+    say(f"{len(methods)} methods, layers {layers}, logs in {own.folder}")
+    draftsmith("extract", bench.command(methods[0]), own.folder / "data.log")
+    trainings = train_all(bench, methods, own.rates, own.drop, own.jobs)
+    (first, run), *others = heads_of(bench, trainings).items()
+    beside = json.dumps({method: str(folder) for method, folder in others})
+    evaluated = bench.command(first, "--output_dir", str(own.folder / "evaluation"), "--evaluate.beside", beside)
+    more = ["--no-decode"] if own.no_decode else []
+    draftsmith("evaluate", [*evaluated, "--head", str(run), *more], own.folder / "evaluation.log")
+    results = [read_result(path) for path in result_files(parse_recipe(evaluated), decode=not own.no_decode)]
+    facts = {
+        "command": f"python -m scripts.bench.drafters {shlex.join(argv)}",
+        **environment_json(),
+        "tokens": own.tokens,
+        "trainings": [asdict(training) for training in trainings],
+        "temperatures": {f"{result.settings.temperature:g}": table(result) for result in results},
+    }
+    if own.output:
+        write_json(own.output, facts)
+    print(json.dumps(facts, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except UserError as error:
+        raise SystemExit(f"drafters: {error}") from None

@@ -104,7 +104,8 @@ class Passport:
 
     def changed(self, folder: Path) -> list[str]:
         """Return the names of the files that are gone from the folder of the export, or are others than were exported."""
-        return [name for name, digest in self.files.items() if _digest(folder / name) != digest]
+        paths = {name: folder / name for name in self.files}
+        return [name for name, path in paths.items() if not path.is_file() or sha256_file(path) != self.files[name]]
 
 
 def write_passport(folder: Path, passport: Passport) -> None:
@@ -158,32 +159,25 @@ def facts_of(head: "DraftHead") -> HeadFacts:
     )
 
 
-def check_files(folder: Path) -> None:
-    """Raise UserError for an export whose files were changed since. Earlier exports, and heads of others, have no hashes."""
-    passport = read_passport(folder)
-    if passport is not None and (changed := passport.changed(folder)):
+def check_files(folder: Path, passport: Passport) -> None:
+    """Raise UserError for an export whose files were changed since. Earlier ones have no hashes."""
+    if changed := passport.changed(folder):
         raise UserError(
             f"{folder / changed[0]} is not the file that was exported (its hash is not that in {RECORD}): restore it, export the head "
             f"again or, if you changed it yourself, remove {RECORD} and measure the head anew."
         )
 
 
-def check_facts(folder: Path, head: "DraftHead") -> None:
+def check_facts(folder: Path, passport: Passport, head: "DraftHead") -> None:
     """Raise UserError where a head that was loaded from an export is not computed as its passport says."""
-    passport = read_passport(folder)
-    if passport is None or passport.head in (None, facts_of(head)):
+    if passport.head is None or passport.head == facts_of(head):
         return
-    assert passport.head is not None
     recorded, found = asdict(passport.head), asdict(facts_of(head))
     name = next(name for name in recorded if recorded[name] != found[name])
     raise UserError(
         f"{folder} was exported as a head with {name} {recorded[name]}, but is read as one with {found[name]}: use the version of "
         f"draftsmith that exported it ({passport.draftsmith}), or export the head again."
     )
-
-
-def _digest(file: Path) -> str | None:
-    return sha256_file(file) if file.is_file() else None
 
 
 def what_it_reads(head: "DraftHead", made_for: TargetIdentity) -> TargetIdentity:

@@ -40,6 +40,10 @@ def read_measures(path: Path, drafter: str | None) -> tuple[str, Measures, Resul
     """Return the drafter, its numbers over all slices, and the whole result."""
     result = read_result(path)
     found = result.drafters
+    if not found:
+        raise UserError(
+            f"{path} is of running servers alone and has no drafter: give the result.json of an evaluation."
+        )
     name = drafter or next(iter(found))
     if name not in found:
         raise UserError(f"{path} has no drafter {name!r}{did_you_mean(name, found)}: it has {', '.join(found)}.")

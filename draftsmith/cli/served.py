@@ -13,7 +13,8 @@ from rich.table import Table as TerminalTable
 
 from draftsmith.cli.boundary import put
 from draftsmith.cli.commands import COMMANDS
-from draftsmith.errors import UserError, did_you_mean
+from draftsmith.cli.ledger import read_measures
+from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table
 from draftsmith.eval.engines.comparison import make_level, predictor
 from draftsmith.eval.engines.injection import rates_for, start_lines
@@ -210,13 +211,7 @@ def _shape(own: Namespace) -> tuple[list[float], float | None]:
     """Return the shares of rounds that accept each drafted token, which a wanted tau bends, and the tau that they have of a report."""
     if own.report is None:
         return [0.5**i for i in range(1, own.draft_length + 1)], None
-    found = read_result(own.report).drafters
-    name = own.drafter or next(iter(found), "")
-    if name not in found:
-        raise UserError(
-            f"{own.report} has no drafter {name!r}{did_you_mean(name, found)}: it has {', '.join(found) or 'none'}."
-        )
-    overall = found[name].overall
+    name, overall, _ = read_measures(own.report, own.drafter)
     shares = overall.acceptance_at_simulated or overall.acceptance_at or ()
     shape = [share for share in shares[: own.draft_length] if share is not None]
     if len(shape) < own.draft_length:

@@ -137,7 +137,8 @@ def _history(session: Session, method: str) -> History:
     if record is not None and session.named_head is None and longest is not None and "answers" in record.facts:
         warm = record.inputs.get("train.warm_start")
         trained = Trained(record.facts["answers"], longest, record.inputs.get("answers"), warm)
-    files = result_files(session.recipe, decode=True) if _evaluated(session, "plan.json") else []
+    folder = session.recipe.run_dir / "evaluation"
+    found = [_evaluated(session, str(path.relative_to(folder))) for path in result_files(session.recipe)]
     measured = tuple(
         Measured(
             drafter=name,
@@ -149,7 +150,7 @@ def _history(session: Session, method: str) -> History:
             tau={place: measures.tau for place, measures in {"overall": one.overall, **one.slices}.items()},
             tau_interval=one.overall.tau_interval,
         )
-        for result in map(read_result, files)
+        for result in map(read_result, filter(None, found))
         for name, one in result.drafters.items()
         if one.draft is not None and one.draft.method == method and name.split()[0] == method
     )

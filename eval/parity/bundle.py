@@ -4,7 +4,6 @@ It is made by our decoder from the export as it was loaded again, and checked: t
 the target's text when that was read in one pass (replay.py).
 """
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.export.export import PARITY
 from draftsmith.heads.formats.schema import target_reference
 from draftsmith.heads.registry import find_method
-from draftsmith.storage import sha256_file, write_text
+from draftsmith.storage import fingerprint, sha256_file, write_text
 from draftsmith.target.target import Target
 
 FILE = "bundle.json"
@@ -241,7 +240,7 @@ def write_bundle(export: Path, bundle: Bundle) -> None:
     names = sorted(p.name for p in export.iterdir() if p.name == "config.json" or p.suffix in (".safetensors", ".pt"))
     value = asdict(replace(bundle, files={name: sha256_file(export / name) for name in names}))
     (export / PARITY).mkdir(exist_ok=True)
-    write_text(export / PARITY / FILE, json.dumps(value | {"digest": _digest(value)}, separators=(",", ":")) + "\n")
+    write_text(export / PARITY / FILE, json.dumps(value | {"digest": fingerprint(value)}, separators=(",", ":")) + "\n")
 
 
 def read_bundle(export: Path) -> Bundle:
@@ -252,7 +251,7 @@ def read_bundle(export: Path) -> Bundle:
             f"{export} has no {PARITY}/{FILE}: earlier versions exported without one; make it with draftsmith export --recipe R --redo export."
         )
     value = read_object(file, remedy, most=_MOST_BYTES)
-    if value.pop("digest", None) != _digest(value):
+    if value.pop("digest", None) != fingerprint(value):
         raise UserError(f"{file} is not as it was written (its digest differs): restore it, or {remedy}.")
     bundle = read_current(Bundle, value, str(file), remedy)
     for name, known in bundle.files.items():
@@ -262,7 +261,3 @@ def read_bundle(export: Path) -> Bundle:
                 f"{remedy}."
             )
     return bundle
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

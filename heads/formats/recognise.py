@@ -25,7 +25,7 @@ from draftsmith.heads.files import (
     weights_file,
 )
 from draftsmith.heads.formats.layout import layouts_of
-from draftsmith.heads.record import RECORD, TUNED, check_facts, check_files, check_made_for
+from draftsmith.heads.record import RECORD, TUNED, check_facts, check_files, check_made_for, read_passport
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
 from draftsmith.storage import fingerprint, sha256_file
 from draftsmith.target.folder import read_object
@@ -146,11 +146,13 @@ def load_head(path: Path | str, target: Target, *, warn: Callable[[str], None] |
     """
     path = Path(path)
     known = recognise(path)
-    check_files(path)
+    if (passport := read_passport(path)) is not None:
+        check_files(path, passport)
     check_made_for(path, target, warn)
     assert known.load is not None
     head = known.load(path, target)
-    check_facts(path, head)
+    if passport is not None:
+        check_facts(path, passport, head)
     return head.to(target.device).eval()
 
 

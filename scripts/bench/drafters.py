@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.errors import UserError, last_line
+from draftsmith.errors import UserError
 from draftsmith.eval.results.intervals import bootstrap_tau
 from draftsmith.eval.results.result import DrafterResult, Result, read_result
 from draftsmith.foreign.text import read_object
@@ -30,6 +29,7 @@ from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.evaluation import result_files
 from draftsmith.stages.session import Session
 from draftsmith.storage import write_json
+from scripts.bench.commands import run_command
 
 TRIAL = 1 / 3
 """The share of the budget that a learning rate is chosen by."""
@@ -82,17 +82,9 @@ class Bench:
 
 
 def draftsmith(command: str, words: Sequence[str], log: Path) -> None:
-    """Run a command of draftsmith in a process of its own. Raises UserError with the last line of its log where it fails."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    call = [sys.executable, "-m", "draftsmith.cli.main", command, *words]
-    with log.open("a", encoding="utf-8") as output:
-        done = subprocess.run(
-            call, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False
-        )
-    if done.returncode:
-        raise UserError(
-            f"draftsmith {command} failed ({last_line(log.read_text(encoding='utf-8'))}): its whole log is {log}."
-        )
+    """Run a command in a process of its own. Raises UserError with the last line of its log where it fails."""
+    if last := run_command(command, words, log):
+        raise UserError(f"draftsmith {command} failed ({last}): its whole log is {log}.")
 
 
 def train_all(bench: Bench, methods: Sequence[str], rates: Sequence[float], drop: float, jobs: int) -> list[Training]:
@@ -113,8 +105,10 @@ def train_all(bench: Bench, methods: Sequence[str], rates: Sequence[float], drop
 def heads_of(bench: Bench, trainings: Sequence[Training]) -> dict[str, Path]:
     """Return the run of each method's longest training, at its best rate, the best head first."""
     ordered = sorted(trainings, key=lambda t: (t.share, t.tau), reverse=True)
-    longest = {training.method: training for training in reversed(ordered)}
-    return {t.method: bench.run_dir(t.method, t.rate, t.share) for t in ordered if longest[t.method] is t}
+    found: dict[str, Path] = {}
+    for one in ordered:
+        found.setdefault(one.method, bench.run_dir(one.method, one.rate, one.share))
+    return found
 
 
 def row(drafter: DrafterResult, name: str, result: Result) -> dict[str, Any]:
@@ -165,6 +159,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no-decode", action="store_true", help="simulate alone, without times")
     parser.add_argument("--output", type=Path)
     split = argv.index("--") if "--" in argv else len(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the commands
     own, words = parser.parse_args(argv[:split]), argv[split + 1 :]
     found = sorted(path.parent.name for path in Path("recipes").glob(f"*/{own.recipes}.yaml"))
     if unknown := set(own.methods or found) - set(found) or (not found and {own.recipes}):

@@ -19,6 +19,7 @@ from draftsmith.eval.engines.vllm_client import VllmSettings
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
+from scripts.bench import commands as bench_commands
 from scripts.bench.engines import check as engine_check
 from scripts.bench.engines import compare as engine_compare
 from scripts.bench.engines import page as engine_page
@@ -185,7 +186,7 @@ def test_heads_are_trained_apart_and_a_failure_names_its_log(
         return subprocess.run([sys.executable, "-c", program, *command[4:]], **options)
 
     monkeypatch.setattr(engine_served, "make_stages", lambda session, last: None)
-    monkeypatch.setattr(engine_served, "subprocess", SimpleNamespace(run=started, STDOUT=subprocess.STDOUT))
+    monkeypatch.setattr(bench_commands, "subprocess", SimpleNamespace(run=started, STDOUT=subprocess.STDOUT))
     plans = [HeadPlan(name, "medusa", (), words) for name, words in (("a", "num_layers=2"), ("b c", "--name=bad"))]
     found = engine_served._train_all(plans[:1], "tiny", None, tmp_path, ("--seed", "1"))
     folder = Path(asked[0][asked[0].index("--output_dir") + 1])

@@ -51,6 +51,10 @@ def test_servers_become_a_result_and_a_page(
             page = Path(f"served/report.{kind}").read_text()
             assert "On running servers" in page
             assert f"{drafting.speedup:.2f}×" in page
+    capsys.readouterr()
+    for command in (["what-if"], ["acceptance", "engine.log"]):
+        assert main([*command, "--report", "served/result.json"]) == 2
+        assert "served/result.json is of running servers alone and has no drafter" in capsys.readouterr().err
     assert main(["report", "served/result.json", "--output", "again"]) == 0
     assert Path("again/report.md").read_text() == Path("served/report.md").read_text()
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.cli.main import main
 from draftsmith.eval.results.result import read_result
 from draftsmith.heads.eagle3.formats import load_eagle3_directory
+from draftsmith.heads.record import read_passport
 from draftsmith.target.target import load_target
 from draftsmith.train import loop
 from tests.helpers import tiny_tokenizer
@@ -52,6 +53,12 @@ def test_run_leaves_results_report_and_export(workplace: Path, finished: Path) -
         assert measures.speedup is not None
         assert len(measures.k_sweep or ()) == 4
         assert sum(m.tokens or 0 for m in result.drafters["eagle3"].slices.values()) == measures.tokens
+    passport = read_passport(finished / "export" / "eagle3")
+    assert passport is not None
+    assert passport.trained is not None
+    assert passport.trained.longest <= 256
+    assert [(one.drafter, one.temperature) for one in passport.measured] == [("eagle3", 0.0), ("eagle3", 1.0)]
+    assert passport.measured[1].tau["overall"] == measures.tau
     greedy = read_result(finished / "evaluation" / "t0" / "result.json").drafters["eagle3"].overall
     assert greedy.tau == pytest.approx(greedy.tau_simulated, abs=1e-9)
     assert greedy.lossless is not None

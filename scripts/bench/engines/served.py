@@ -1,9 +1,6 @@
 """Train the heads that the engine check serves, and prepare their target and its prompts."""
 
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -12,7 +9,7 @@ from pathlib import Path
 
 from draftsmith.data.features.index import SCHEMA_VERSION
 from draftsmith.decoder.answers import Request
-from draftsmith.errors import UserError, last_line
+from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.machine import available_cores
@@ -25,6 +22,7 @@ from draftsmith.stages.session import Session
 from draftsmith.storage import fingerprint
 from draftsmith.target.gguf_file import is_gguf, model_folder, open_gguf
 from draftsmith.target.target import Target
+from scripts.bench.commands import run_command
 
 SHORT = (
     *("--data.limit", "800", "--data.heldout", "20", "--train.epochs", "6"),
@@ -179,11 +177,5 @@ def _train(plan: HeadPlan, recipes: str, work: Path, words: Sequence[str]) -> tu
     more = _recipe_words(plan.method, recipes, work, plan.name, words, plan.words)
     # Beside the run's own folder, which nothing but the run may have begun.
     started, log = time.perf_counter(), Path(more[-1] + ".log")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w", encoding="utf-8") as output:
-        command = [sys.executable, "-m", "draftsmith.cli.main", "train", *more]
-        # Lines in the order in which they are said: the error is the last.
-        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=env, check=False)
-    last = last_line(log.read_text(encoding="utf-8")) if done.returncode else ""
+    last = run_command("train", more, log)
     return time.perf_counter() - started, log, last

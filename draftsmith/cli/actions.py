@@ -38,7 +38,7 @@ from draftsmith.stages.pipeline import Made, check_redo, make_stages
 from draftsmith.stages.planning import COSTS, plan_stage
 from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session, choose_device
-from draftsmith.stages.tree_search import search_tree
+from draftsmith.stages.tree_search import search_chain, search_tree
 from draftsmith.storage import check_file, check_ours, write_json, write_text
 from draftsmith.train.process import LAUNCHED, world
 
@@ -173,7 +173,13 @@ def search(own: Namespace, words: list[str]) -> int:
     """Find a tree."""
     refuse_redo("search-tree", words, "a tree is searched every time")
     session = session_of("search-tree", words, [], own.head)
-    put(search_tree(session, own.nodes, own.temperature, own.output))
+    if own.chain and own.nodes is not None:
+        raise UserError("--nodes is the size of a tree: leave it out with --chain.")
+    put(
+        search_chain(session, own.temperature, own.output)
+        if own.chain
+        else search_tree(session, own.nodes, own.temperature, own.output)
+    )
     return 0
 
 

@@ -99,13 +99,9 @@ _TREE = (
     Option(
         "--nodes", "N", "Drafted tokens per round; auto (if left out) takes as many as are fastest here.", read_nodes
     ),
-    Option(
-        "--temperature",
-        "T",
-        "For sampling at this temperature instead of that of the run's answers.",
-        _read_temperature,
-    ),
-    Option("--output", "FILE", "The file; tree.json in the run directory if left out.", Path),
+    Option("--temperature", "T", "For sampling at this one instead of that of the run's answers.", _read_temperature),
+    Option("--chain", None, "Find where a chain should end instead, by the head's own confidence."),
+    Option("--output", "FILE", "The file; tree.json (chain.json) in the run directory if left out.", Path),
     _HEAD,
 )
 _CHAT = (
@@ -303,7 +299,9 @@ COMMANDS: dict[str, Command] = {
         _CHAT,
     ),
     "search-tree": Command(
-        "find the tree of drafts that suits a trained head and this machine", _TREE, "actions:search"
+        "find the tree of drafts (--chain: their length) that suits a trained head and this machine",
+        _TREE,
+        "actions:search",
     ),
     "costs": Command(
         "time target passes and drafts on this machine, or rounds of running servers, for `report --costs` anywhere",

@@ -48,7 +48,7 @@ def chain_token_by_token(
     for k in range(length):
         logits_BW = next_logits(k, tokens[-1])
         if rule is not None:
-            chance_B = rule.chance(k, logits_BW) if chance is None else chance(k, tokens[-1])
+            chance_B = rule.chance(logits_BW) if chance is None else chance(k, tokens[-1])
             reached_B = chance_B if reached_B is None else reached_B * chance_B
             drafted_B = torch.where(reached_B < rule.floors[k], drafted_B.clamp(max=k), drafted_B)
             if not bool((drafted_B > k).any()):

@@ -199,10 +199,10 @@ def load_tree(name: str) -> StaticTree | None:
     return StaticTree.of(path.stem, choices)
 
 
-def save_tree(path: Path, tree: StaticTree, origin: dict[str, Any]) -> None:
-    """Write `tree` as the JSON object that `load_tree` reads; `origin` says what it was made from."""
-    choices = json.dumps([list(choice) for choice in tree.choices])
-    write_text(path, f'{{\n  "choices": {choices},\n  "origin": {_lines(origin, "  ")}\n}}\n')
+def save_found(path: Path, found: StaticTree | Sequence[float], origin: dict[str, Any]) -> None:
+    """Write a tree as the JSON object that `load_tree` reads, or the floors of a chain; `origin` says what it was made from."""
+    what, value = ("choices", [*map(list, found.choices)]) if isinstance(found, StaticTree) else ("floors", [*found])
+    write_text(path, f'{{\n  "{what}": {json.dumps(value)},\n  "origin": {_lines(origin, "  ")}\n}}\n')
 
 
 def _lines(value: Any, margin: str) -> str:
@@ -220,12 +220,13 @@ def _lines(value: Any, margin: str) -> str:
 
 
 def read_origin(path: Path) -> dict[str, Any] | None:
-    """Return the origin in a file of `save_tree`; None for any other file."""
+    """Return the origin in a file of `draftsmith search-tree`; None for any other file."""
     try:
         content = read_json(path, "give a tree")
     except UserError:
         return None
-    origin = content.get("origin") if isinstance(content, dict) and "choices" in content else None
+    found = isinstance(content, dict) and ("choices" in content or "floors" in content)
+    origin = content["origin"] if found and "origin" in content else None
     return origin if isinstance(origin, dict) else None
 
 

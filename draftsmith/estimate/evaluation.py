@@ -177,6 +177,6 @@ class EvaluationEstimate:
 def _greedy(draft: DraftSpec, spec: EvaluateSpec) -> bool:
     """Whether a way is measured at temperature 0: lossy rules and drawn children repeat another way there, if there is one."""
     plain = [one for one in spec.drafts if one.acceptance == "lossless" and not one.drawn]
-    way = attrgetter("tree", "confidence_threshold", "window")
+    way = attrgetter("tree", "confidence_threshold", "floors", "window")
     alike = [way(one) for one in plain if one != draft]
     return (draft.acceptance == "lossless" and not draft.drawn) or way(draft) not in alike

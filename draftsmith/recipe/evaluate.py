@@ -36,6 +36,8 @@ class DraftSpec:
     confidence_threshold: float | None = field(default=None, metadata=LATER | within(0, 1, above=True, below=True))
     """chain: a draft ends before the first token that is less likely than this to be reached and accepted, by the head's own
     confidences (DSpark), else by the largest probability of each token's distribution; null: it never ends early."""
+    floors: list[float] | None = field(default=None, metadata=LATER | within(0, 2, items=64))
+    """chain: a threshold for each token that a draft may hold, as many as there are floors; above 1 none. `search-tree --chain` finds them."""
     weights: Literal["int8", "int4", "float8"] | None = field(default=None, metadata=LATER)
     """The head's linear layers with weights rounded to this, as torchao does; null: as they are. Texts stay exact."""
     window: int | None = field(default=None, metadata=LATER | TOKENS)
@@ -62,7 +64,8 @@ class DraftSpec:
     def rule(self, most: int) -> LengthRule | None:
         """Return where chains of at most `most` tokens end, None for chains of one length."""
         value = self.confidence_threshold
-        return None if value is None else LengthRule((value,) * most)
+        floors = self.floors if value is None else (value,) * most
+        return None if floors is None else LengthRule(tuple(floors))
 
     def load(self) -> StaticTree | DynamicTree | None:
         """Return the tree, None for a chain. Raises UserError for an unknown name and a file that holds no tree."""
@@ -83,6 +86,13 @@ class DraftSpec:
         require(grown or value is None, f"{where} budgets", value, "only a tree of best_first, accum_logp takes them")
         value = self.confidence_threshold
         require(chain or value is None, f"{where} confidence_threshold", value, "only a chain takes it")
+        one = chain and value is None and self.floors != []
+        require(
+            one or self.floors is None,
+            f"{where} floors",
+            self.floors,
+            "a chain without confidence_threshold takes one or more",
+        )
         static = self.children is None or not (chain or dynamic)
         require(static, f"{where} children", self.children, "only a static tree takes it")
 
@@ -180,6 +190,7 @@ class EvaluateSpec(FilterSpec):
                 d.branching,
                 d.total_tokens,
                 d.confidence_threshold,
+                d.floors is None,
                 d.weights,
                 d.window,
                 d.acceptance,

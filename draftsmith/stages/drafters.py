@@ -201,9 +201,9 @@ def select_drafters(
     ]
     for draft in spec.drafts:
         if (rule := draft.rule(spec.max_k)) is not None and not any(c.rule == rule for c in drafters):
+            key = f"floors {draft.floors}" if draft.floors else f"confidence_threshold {draft.confidence_threshold}"
             raise UserError(
-                f"evaluate.drafts has the confidence_threshold {draft.confidence_threshold}, but none of the heads ({', '.join(heads)}) "
-                "ends its chains early: remove it."
+                f"evaluate.drafts has the {key}, but none of the heads ({', '.join(heads)}) ends its chains early: remove it."
             )
         if draft.window is not None and not any(c.window == draft.window for c in drafters):
             raise UserError(
@@ -241,7 +241,7 @@ def ways_to_draft(
         for draft, tree in ((draft, draft.load()) for draft in spec.drafts)
         if (not draft.heads or name in draft.heads)
         and (tree is None or tree_kind(tree, draft.drawn) in find_method(head.method).trees_of(head.options))
-        and (draft.confidence_threshold is None or find_method(head.method).ends_chains)
+        and (draft.rule(1) is None or find_method(head.method).ends_chains)
         and (draft.window is None or head.least_window is not None)
     ]
     most = head.drafts.max_speculative_tokens
@@ -260,7 +260,7 @@ def ways_to_draft(
         head_system(
             name,
             head,
-            *lengths,
+            *((len(draft.floors),) * 2 if draft.floors else lengths),
             tree=tree,
             drawn=draft.drawn,
             typical=draft.typical,

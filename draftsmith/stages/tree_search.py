@@ -1,6 +1,7 @@
-"""`draftsmith search-tree`: the static tree that suits a trained head, its traffic and this machine.
+"""`draftsmith search-tree`: the static tree that suits a trained head, its traffic and this machine, or where its chains should end.
 
     draftsmith search-tree --recipe R --output tree.json
+    draftsmith search-tree --recipe R --chain
 
 How many tokens each tree gets accepted is measured on answers held out of training: the run's own, or for other sampling
 settings new ones to the same prompts. What a tree costs is timed: target passes and drafts. Evaluation prompts play no part.
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -21,9 +23,12 @@ from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.decoder.trees import PUBLISHED, read_origin, save_tree
+from draftsmith.decoder.trees import PUBLISHED, read_origin, save_found
 from draftsmith.errors import UserError
+from draftsmith.eval.clocks.costs import measure_costs
+from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import to_sample
+from draftsmith.eval.tree_search.lengths import Spent, fixed, held_back, read_chances, search_floors
 from draftsmith.eval.tree_search.search import (
     Budget,
     FoundTree,
@@ -76,11 +81,7 @@ def search_tree(session: Session, nodes: int | None, temperature: float | None, 
     nodes: of the tree, None for as many as are fastest. temperature: None for that of the run's answers. output: None for
     tree.json in the run directory. Raises UserError for a head, a size or a file with which that cannot be done.
     """
-    path = output or session.recipe.run_dir / "tree.json"
-    if not path.parent.is_dir():
-        raise UserError(f"There is no folder {path.parent} for --output {path}: make it, or choose another file.")
-    if path.is_dir() or (path.exists() and read_origin(path) is None):
-        raise UserError(f"{path} exists and is no tree that search-tree wrote: choose another --output, or remove it.")
+    path = _free(output or session.recipe.run_dir / "tree.json")
     search = _prepare(session, nodes, temperature)
     target, texts = search.target, search.texts
     searched = find_trees(texts, sizes_up_to(search.nodes))
@@ -90,28 +91,25 @@ def search_tree(session: Session, nodes: int | None, temperature: float | None, 
             f"{len(searched[-1].tree.choices)}: ask for fewer."
         )
     say("search-tree: timing target passes and drafts")
-    context_ids, rows = _typical_context(search), session.recipe.evaluate.batch
+    context_ids, rows = _typical_context(target, search.samples, search.nodes), session.recipe.evaluate.batch
     costs = measure_tree_costs(target, search.head, searched, context_ids, search.sampling, rows=rows)
     budgets = [costs.budget(one) for one in searched]
     if nodes is None:
         budgets = _of_any_depth(texts, budgets, costs)
     chosen = fastest(budgets) if nodes is None else budgets[-1]
     published = _published(search, costs)
-    machine = environment()
-    origin = {
-        "head": {"method": search.head.method, "digest": head_digest(session.head_folder)},
-        "target": {"path": target.path, "fingerprint": target.fingerprint, "dtype": target.dtype_name},
-        "sampling": asdict(search.sampling),
-        "calibration": {"source": search.source, "answers": texts.answers, "places": texts.places},
-        "chosen": _facts(chosen),
-        "sizes": [_facts(budget) for budget in budgets],
-        "published": {name: _facts(budget) for name, budget in published.items()},
-        "costs": {"batch": rows, "context": len(context_ids), **costs.facts},
-        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
-        **machine,
-        "hardware": asdict(machine["hardware"]),
-    }
-    save_tree(path, chosen.found.tree, origin)
+    calibration = {"source": search.source, "answers": texts.answers, "places": texts.places}
+    save_found(
+        path,
+        chosen.found.tree,
+        {
+            **_origin(session, search.head, target, search.sampling, calibration),
+            "chosen": _facts(chosen),
+            "sizes": [_facts(budget) for budget in budgets],
+            "published": {name: _facts(budget) for name, budget in published.items()},
+            "costs": {"batch": rows, "context": len(context_ids), **costs.facts},
+        },
+    )
     Console().print(_table(budgets, chosen, published))
     if round(chosen.speedup, 2) < 1:
         say(
@@ -121,13 +119,99 @@ def search_tree(session: Session, nodes: int | None, temperature: float | None, 
     return path
 
 
+def _free(path: Path) -> Path:
+    """Return a file that may be written. Raises UserError where it has no folder, or is none of this command's."""
+    if not path.parent.is_dir():
+        raise UserError(f"There is no folder {path.parent} for --output {path}: make it, or choose another file.")
+    if path.is_dir() or (path.exists() and read_origin(path) is None):
+        raise UserError(f"{path} exists and is no tree that search-tree wrote: choose another --output, or remove it.")
+    return path
+
+
+def _origin(
+    session: Session, head: DraftHead, target: Target, sampling: Sampling, calibration: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what a file of this command says of the head, the target, the answers and the machine."""
+    machine = environment()
+    return {
+        "head": {"method": head.method, "digest": head_digest(session.head_folder)},
+        "target": {"path": target.path, "fingerprint": target.fingerprint, "dtype": target.dtype_name},
+        "sampling": asdict(sampling),
+        "calibration": calibration,
+        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+        **machine,
+        "hardware": asdict(machine["hardware"]),
+    }
+
+
+def search_chain(session: Session, temperature: float | None, output: Path | None) -> Path:
+    """Find where chains should end, save it, print what each slice gains over drafts of one length, and return the file.
+
+    temperature: None for that of the run's answers. output: None for chain.json in the run directory. Raises UserError for a head whose
+    chains do not end early, a batch of several rows, whose round takes as long as its longest draft, and a file of something else.
+    """
+    recipe = session.recipe
+    path, batch, most = _free(output or recipe.run_dir / "chain.json"), recipe.evaluate.batch, recipe.evaluate.max_k
+    if batch != 1:
+        raise UserError(
+            f"evaluate.batch is {batch}: a round takes as long as its longest draft there, so set it to 1 for --chain."
+        )
+    target, head = _head(session)
+    method = find_method(head.method)
+    if not method.ends_chains:
+        raise UserError(
+            f"The head in {session.head_folder} is of {head.method}, whose chains have one length: leave --chain out."
+        )
+    samples, sampling, source = _calibration_answers(session, target, temperature)
+    depth = head.clamp_draft_length(most)
+    texts = read_chances(target, head, samples, depth, sampling)
+    say(f"search-tree: {source}: {len(texts.tokens_S)}; timing target passes and drafts")
+    context_ids = _typical_context(target, samples, depth)
+    timed = measure_costs(target, [head_system("head", head, depth, depth)], context_ids, sampling)
+    draft_ms, verify_ms = next(iter(timed.draft_ms.values())), timed.verify_ms
+    # Where all distributions are known at once all tokens are drafted, else one more than are kept.
+    whole = {"static", "best_first"} <= method.trees_of(head.options)
+    ms_of = [draft_ms[str(depth if whole else min(n + 1, depth))] + verify_ms[str(n + 1)] for n in range(depth + 1)]
+
+    def cost(drafted: np.ndarray) -> np.ndarray:
+        return np.array(ms_of)[drafted]
+
+    ways = {f"{k} tokens": texts.spent(fixed(k, depth), cost) for k in range(1, depth + 1)}
+    floors, ways["adaptive"] = search_floors(texts, cost), held_back(texts, cost)
+    found = _by_slice(ways, texts.slices, verify_ms["1"])
+    calibration = {"source": source, "answers": len(texts.tokens_S), "places": int(texts.tokens_S.sum())}
+    facts = {"ways": found, "costs": {"context": len(context_ids), "draft_ms": draft_ms, "verify_ms": verify_ms}}
+    save_found(path, floors, {**_origin(session, head, target, sampling, calibration), **facts})
+    table = Table(title="Chains: accepted and drafted length, and speedup by slice", title_justify="left")
+    for column, name in enumerate(("", "τ", "drafted", *found["adaptive"]["speedup"])):
+        table.add_column(name, justify="left" if column == 0 else "right", no_wrap=True)
+    for name, one in found.items():
+        numbers = [one["tau"], one["drafted"], *one["speedup"].values()]
+        table.add_row(name, *(f"{number:.3g}" for number in numbers), style="bold" if name == "adaptive" else None)
+    Console().print(table)
+    say(f"evaluate.drafts: [{{tree: chain}}, {{tree: chain, floors: {list(floors)}}}]")
+    return path
+
+
+def _by_slice(ways: dict[str, Spent], slices: Sequence[str], alone_ms: float) -> dict[str, dict[str, Any]]:
+    """Return what each way to draft brings, over the target alone overall and on each slice's answers."""
+    groups = {"overall": np.ones(len(slices), bool)}
+    groups |= {name: np.array([one == name for one in slices]) for name in dict.fromkeys(slices)}
+    return {
+        name: {
+            "tau": way.tau,
+            "drafted": way.drafted,
+            "speedup": {group: alone_ms / way.some(inside_S).ms for group, inside_S in groups.items()},
+        }
+        for name, way in ways.items()
+    }
+
+
 def _prepare(session: Session, asked: int | None, temperature: float | None) -> _Search:
     """Load the head and the answers, and read the head's ranks. Raises UserError for a head that drafts no static trees, and
     where the largest tree and a text of its length exceed the context."""
     recipe, folder = session.recipe, session.head_folder
-    original = session.target_in(recipe.evaluate.dtype)
-    head = load_fitting(folder, original, session.warn).deployed(original).to(original.dtype)
-    target = head.verifier(original)  # for a tuned one, the original's answers serve as its own
+    target, head = _head(session)
     if "static" not in find_method(head.method).trees_of(head.options):
         raise UserError(
             f"The head in {folder} is of {head.method}, which drafts no static trees: there is none to search."
@@ -147,11 +231,18 @@ def _prepare(session: Session, asked: int | None, temperature: float | None) -> 
     return _Search(target, head, samples, sampling, source, texts, nodes)
 
 
-def _typical_context(search: _Search) -> list[int]:
-    """Return the text of median length up to the middle of its last answer, with room for the largest tree."""
-    sample = sorted(search.samples, key=lambda one: len(one.ids))[len(search.samples) // 2]
+def _head(session: Session) -> tuple[Target, DraftHead]:
+    """Load the head, and the target that verifies its drafts; for a tuned one, the original's answers serve as its own."""
+    original = session.target_in(session.recipe.evaluate.dtype)
+    head = load_fitting(session.head_folder, original, session.warn).deployed(original).to(original.dtype)
+    return head.verifier(original), head
+
+
+def _typical_context(target: Target, samples: Sequence[Tokenized], nodes: int) -> list[int]:
+    """Return the text of median length up to the middle of its last answer, with room for the largest draft."""
+    sample = sorted(samples, key=lambda one: len(one.ids))[len(samples) // 2]
     start = answer_start(sample)
-    longest = search.target.context_length - search.nodes - 2
+    longest = target.context_length - nodes - 2
     return sample.ids[: min(start + (len(sample.ids) - start) // 2, longest)].tolist()
 
 

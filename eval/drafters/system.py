@@ -236,7 +236,7 @@ def head_system(
         _check_tree(tree, drawn, name, drafting)
         lengths, shape = (tree.depth, tree.depth), f" {tree_name(tree, drawn)}"
     rounded = ("" if weights is None else f", {weights}") + ("" if window is None else f", window {window}")
-    until = "" if rule is None else f" until {rule.floors[0]:g}"
+    until = "" if rule is None else rule.name
     lossy = "" if typical is None else ", typical (lossy)"
     tuned = ", tuned target" if "tuned" in head.trains.outputs or verifier is not None else ""
     drafting = drafting if weights is None else quantize_head(drafting, weights)

@@ -107,7 +107,7 @@ def _end(c: Tensor, reached: Tensor, step: StepOutput, piece: Tensor, logits_RW:
 def chances(step: StepOutput, piece: Tensor, logits_RW: Tensor, rule: LengthRule) -> Tensor:
     """Return [R]: the chance that a step's token is accepted, given that those before it are, as a drafter estimates it."""
     if step.confidence is None or step.temperature is None:
-        return rule.chance(step.offset, logits_RW)
+        return rule.chance(logits_RW)
     return accepted(step.confidence[piece], step.temperature)
 
 

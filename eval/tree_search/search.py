@@ -130,7 +130,7 @@ def find_trees(texts: TextRanks, sizes: Sequence[int]) -> list[FoundTree]:
 
     Raises UserError for too few answers to hold some back.
     """
-    fold_S = _folds(texts)
+    fold_S = folds(texts.conversations, texts.tokens_S)
     chosen, rounds_BS = _search(texts, sizes)
     held_back_BS = np.zeros_like(rounds_BS)
     for fold in range(FOLDS):
@@ -151,16 +151,16 @@ def measure_tree(tree: StaticTree, texts: TextRanks) -> float:
     return float(texts.tokens_S.sum() / rounds)
 
 
-def _folds(texts: TextRanks) -> np.ndarray:
-    """Return the fold of each answer; the answers of a conversation share one."""
-    conversations = sorted(set(compress(texts.conversations, texts.tokens_S > 0)), key=fingerprint)
-    if len(conversations) < FOLDS:
+def folds(conversations: Sequence[str], tokens_S: np.ndarray) -> np.ndarray:
+    """Return the fold of each answer; the answers of a conversation share one. Raises UserError for too few."""
+    known = sorted(set(compress(conversations, tokens_S > 0)), key=fingerprint)
+    if len(known) < FOLDS:
         raise UserError(
-            f"There are only {len(conversations)} conversations with answers to draft for, too few to search a tree on (a few "
+            f"There are only {len(known)} conversations with answers to draft for, too few to search a tree on (a few "
             f"hundred are right, {FOLDS} the least): train with a larger data.heldout."
         )
-    number = {name: index for index, name in enumerate(conversations)}
-    return np.array([number.get(name, 0) % FOLDS for name in texts.conversations])
+    number = {name: index for index, name in enumerate(known)}
+    return np.array([number.get(name, 0) % FOLDS for name in conversations])
 
 
 def _search(texts: TextRanks, sizes: Sequence[int]) -> tuple[list[list[Choice]], np.ndarray]:

@@ -97,12 +97,3 @@ def test_a_draft_of_no_tokens_is_the_target_alone() -> None:
         draft = propose(state, LengthRule((0.6, 0.0)))
         assert (draft.tokens_BN.shape[1], draft.draft_probs_BMW) == (1, None)
         torch.testing.assert_close(of_three_tokens(state, draft), EXACT)
-
-
-def test_chances_are_those_of_the_top_probabilitys_bin() -> None:
-    rows = torch.tensor([[0.35, 0.33, 0.32], [0.95, 0.04, 0.01], [1.0, 0.0, 0.0]])
-    table = tuple(i / 20 for i in range(10))
-    rule = LengthRule((0.0, 0.0), (table, table[::-1]))
-    assert rule.chance(0, rows.log()).tolist() == pytest.approx([0.15, 0.45, 0.45])
-    assert rule.chance(1, rows.log() + 7).tolist() == pytest.approx([0.3, 0.0, 0.0])
-    torch.testing.assert_close(LengthRule(()).chance(0, rows.log()), rows[:, 0])

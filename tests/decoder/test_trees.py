@@ -11,7 +11,7 @@ import torch
 from draftsmith.decoder import trees
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.sampling import Noise, Sampling
-from draftsmith.decoder.trees import PUBLISHED, DynamicTree, StaticTree, load_tree, read_origin, save_tree
+from draftsmith.decoder.trees import PUBLISHED, DynamicTree, StaticTree, load_tree, read_origin, save_found
 from draftsmith.decoder.verify import Typical, Verdict, verify
 from draftsmith.errors import UserError
 
@@ -80,7 +80,7 @@ def test_a_saved_tree_is_read_again_and_by_people(tmp_path: Path) -> None:
         tmp_path / "mine.json",
         {"head": "é" * 9, "tau": [round(1 + n / 8, 3) for n in range(40)], "best": {"t": 1}},
     )
-    save_tree(file, BUSH, origin)
+    save_found(file, BUSH, origin)
     assert load_tree(str(file)) == StaticTree("mine", BUSH.choices)
     assert read_origin(file) == origin
     lines = file.read_text(encoding="utf-8").splitlines()
@@ -89,7 +89,7 @@ def test_a_saved_tree_is_read_again_and_by_people(tmp_path: Path) -> None:
     assert lines[5] == "      1.0,", "a long list takes a line for each part"
     assert lines[-3:] == ['    "best": {"t": 1}', "  }", "}"], "a short one takes one line"
     with pytest.raises(ValueError, match="not JSON compliant"):
-        save_tree(file, BUSH, {"tau": float("nan")})
+        save_found(file, BUSH, {"tau": float("nan")})
     for text in ('{"origin": {"a": 1}}', '{"choices": [[0]], "origin": 3}', "[[0]]", "no JSON"):
         file.write_text(text)
         assert read_origin(file) is None

@@ -173,6 +173,12 @@ def test_mistakes_on_the_command_line_name_the_key(words: list[str], named: str)
         ("drafts", "{tree: best_first, budgets: [9, 1]}", "it must be from 2 to 1024"),
         ("drafts", "{tree: chain, children: likely}", "children is 'likely': only a static tree takes it"),
         ("drafts", "{window: 0}", "window"),
+        (
+            "drafts",
+            "{tree: dynamic, floors: [0.5]}",
+            r"floors is \[0\.5\]: a chain without confidence_threshold takes one or more",
+        ),
+        ("drafts", "{tree: chain, floors: [0.5, 3]}", "floors is 3.0: it must be"),
         ("drafts", "{tree: dynamic, confidence_threshold: 0.5}", "confidence_threshold is 0.5: only a chain takes it"),
         ("drafts", "{tree: medusa_63, children: all}", "is 'all', which is not one of"),
         ("drafts", "{tree: dynamic}, {tree: dynamic}", "the same way to draft is named twice"),

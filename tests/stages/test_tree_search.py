@@ -149,6 +149,33 @@ def test_ranks_give_the_accepted_length_that_the_simulation_gives(workplace: Pat
         assert measure_tree(tree, texts) == pytest.approx(tau, abs=1e-12)
 
 
+def test_where_chains_should_end_goes_into_the_recipe(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftsmith.stages.tree_search.measure_costs", partial(measure_costs, repeats=1))
+    file, one = tmp_path / "chain.json", ["--evaluate.batch", "1"]
+    assert search(workplace, "--chain", "--output", str(file), *one) == 0
+    printed = capsys.readouterr()
+    assert [line.split()[1] for line in printed.out.splitlines() if " tokens" in line] == ["1", "2", "3"]
+    found, origin = json.loads(file.read_text()), read_origin(file)
+    assert origin is not None
+    assert set(origin["ways"]["adaptive"]["speedup"]) == {"overall", "chat", "code"}
+    words = ["--evaluate.drafts", printed.err.rpartition("evaluate.drafts: ")[2].strip().replace("chain,", "chain, ")]
+    run = [
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--data_dir",
+        str(workplace / "run"),
+        "--head",
+        str(workplace / "run"),
+    ]
+    assert main(["evaluate", "--recipe", str(workplace / "medusa.yaml"), "--no-decode", *words, *run, *one]) == 0
+    result = read_result(tmp_path / "run" / "simulation" / "t0" / "result.json")
+    assert set(result.drafters) == {"medusa", "medusa adaptive"}
+    assert result.drafters["medusa adaptive"].draft.num_speculative_tokens == len(found["floors"]) == 3
+    assert search(workplace, "--chain", "--output", str(file), *one) == 0, "its own file is written again"
+
+
 def test_where_steps_cost_much_drafts_are_shallow() -> None:
     ranks = np.zeros((12, 3), dtype=np.int16)
     texts = TextRanks.of([ranks] * 8, list("abcdefgh"), 4)
@@ -179,6 +206,8 @@ def test_the_last_answer_of_a_talk_is_answered_anew() -> None:
         (["--output", "nowhere/tree.json"], "There is no folder nowhere for --output nowhere/tree.json"),
         (["--output", "{workplace}"], "is no tree that search-tree wrote"),
         (["--output", "{workplace}/medusa.yaml"], "is no tree that search-tree wrote"),
+        (["--chain"], "evaluate.batch is 2: a round takes as long as its longest draft there"),
+        (["--chain", "--nodes", "3"], "--nodes is the size of a tree: leave it out with --chain"),
         (["--head", "nowhere"], "--head: there is no folder nowhere: check its name; a head on the Hub"),
         (["--output_dir", "{workplace}"], "There is no trained head in"),
         (["--output_dir", "{workplace}", "--head", "{workplace}/run"], "There are no finished answers in"),

@@ -10,7 +10,7 @@ import torch
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.answers import total
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.decoder.trees import Choice, StaticTree, load_tree, read_origin, save_tree
+from draftsmith.decoder.trees import Choice, StaticTree, load_tree, read_origin, save_found
 from draftsmith.errors import UserError
 from draftsmith.eval.results.result import Costs
 from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate, token_ranks
@@ -246,7 +246,7 @@ def test_turns_of_a_conversation_are_held_back_together() -> None:
     assert [conversation_of(name) for name in ("a", "a#1", "a#b", "a#2#10")] == ["a", "a", "a#b", "a#2"]
     texts = dependent(0, 12)
     twins = TextRanks(texts.ranks_STD, texts.tokens_S, tuple("abcdefabcdef"), 30)
-    folds = tree_search._folds(twins)
+    folds = tree_search.folds(twins.conversations, twins.tokens_S)
     assert folds[:6].tolist() == folds[6:].tolist()
     assert set(folds.tolist()) == set(range(tree_search.FOLDS))
 
@@ -296,7 +296,7 @@ def test_a_saved_tree_loads_and_says_where_it_comes_from(tmp_path: Path) -> None
         "sizes": [{"nodes": n, "tau": 1.5} for n in range(30)],
         "none": {},
     }
-    save_tree(tmp_path / "found.json", found.tree, origin)
+    save_found(tmp_path / "found.json", found.tree, origin)
     assert load_tree(str(tmp_path / "found.json")) == StaticTree("found", found.tree.choices)
     assert read_origin(tmp_path / "found.json") == origin
     lines = (tmp_path / "found.json").read_text().splitlines()

@@ -8,6 +8,7 @@ and a checkpoint to resume from. `best/` keeps the head with the best held-out t
 
 import json
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -95,10 +96,11 @@ class _Run:
         lengths = [data.source.lengths[i] for i in data.train]
         shards = None if data.source.shards is None else data.source.shards[data.train]
         self.schedule = Schedule(lengths, self.spec, recipe.seed, self.accelerator.num_processes, shards)
-        # Packing differs from epoch to epoch, and so may the number of steps.
-        self.epoch_steps = [len(self.schedule.epoch(e)) // self.schedule.window for e in range(self.spec.epochs)]
-        total = sum(self.epoch_steps)
-        self.total = min(total, self.spec.max_steps or total)
+        # Packing differs from epoch to epoch, and so may the number of steps; epochs that max_steps does not reach are not planned.
+        self.epoch_steps, most = list[int](), self.spec.max_steps or sys.maxsize
+        while len(self.epoch_steps) < self.spec.epochs and sum(self.epoch_steps) < most:
+            self.epoch_steps.append(len(self.schedule.epoch(len(self.epoch_steps))) // self.schedule.window)
+        self.total = min(sum(self.epoch_steps), most)
         count = min(self.spec.evaluations, self.total)
         self.eval_steps = {round(self.total * (i + 1) / count) for i in range(count)}
         if min(self.eval_steps) > 2 * _EARLY:

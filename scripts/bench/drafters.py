@@ -2,7 +2,8 @@
 python -m scripts.bench.drafters --recipes smollm2-135m --tokens 2700000 --output docs/results/drafters.json -- --target.path T
 
 Each method with a recipe recipes/METHOD/NAME.yaml is trained for a third of the budget at each of --rates, times the recipe's learning
-rates; the rate with the best held-out tau gets the whole budget, unless the method then lies --drop below the best one. All heads are
+rates; the rate with the best held-out tau gets the whole budget, unless the method then lies --drop below the best one. With one rate there
+is nothing to choose, and every method gets the whole budget. All heads are
 then evaluated together, on the same prompts and in turns; differences of tau, from the best head's, have intervals over the same prompts.
 Words behind -- are keys of every recipe. What is finished is reused: run it again after an interruption.
 """
@@ -90,6 +91,8 @@ def draftsmith(command: str, words: Sequence[str], log: Path) -> None:
 def train_all(bench: Bench, methods: Sequence[str], rates: Sequence[float], drop: float, jobs: int) -> list[Training]:
     """Choose a rate for every method, and train those that are not left behind; return all trainings, the trials first."""
     with ThreadPoolExecutor(jobs) as pool:
+        if len(rates) == 1:
+            return list(pool.map(lambda method: bench.train(method, rates[0], 1.0), methods))
         trials = list(
             pool.map(lambda pair: bench.train(pair[0], pair[1], TRIAL), [(m, r) for r in rates for m in methods])
         )

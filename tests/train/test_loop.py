@@ -71,6 +71,18 @@ def make_head(target: Target) -> torch.nn.Module:
     return build(Eagle3Options(layer_ids=list(LAYERS), ttt_steps=3), target, None)
 
 
+def test_epochs_that_max_steps_does_not_reach_are_not_planned(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, epoch = set(), loop.Schedule.epoch
+    monkeypatch.setattr(loop.Schedule, "epoch", lambda self, number: planned.add(number) or epoch(self, number))
+    train(
+        make_recipe(max_steps=3, epochs=10_000, accumulation=8), target, make_head(target), make_data(target), tmp_path
+    )
+    assert len(read_metrics(tmp_path)) >= 3
+    assert max(planned) < 8
+
+
 def test_the_loss_is_told_by_draft_step_too(target: Target, tmp_path: Path) -> None:
     """Of one step it is the loss; of several the loss is their weighted sum, over the rows of the first."""
     losses = {}

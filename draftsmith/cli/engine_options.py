@@ -81,7 +81,13 @@ VERIFY = (
     Option(
         "--home", "FOLDER", "Where that is installed: vLLM's environment, or a llama.cpp tree with build/bin.", Path
     ),
-    Option("--target", "FOLDER", "The files of the target that it serves.", Path),
+    Option(
+        "--target", "FOLDER", "The files of the target that it serves; with --served those of the head's own.", Path
+    ),
+    Option(
+        "--served", "FOLDER", "Say instead what this target, quantized or tuned, loses of the head's acceptance.", Path
+    ),
+    Option("--weights", "KIND", "With --served: the head's weights rounded to int8, int4 or float8, too.", text),
     Option(
         "--gguf-pre", "NAME", "llama.cpp's name of the target's pre-tokenizer, where it does not recognise it.", text
     ),

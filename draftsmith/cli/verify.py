@@ -1,7 +1,7 @@
 """`draftsmith verify`: replay an export's parity bundle in an engine, and name the first thing that differs and what usually causes it."""
 
 from argparse import Namespace
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import fill
 
@@ -11,9 +11,15 @@ from draftsmith.errors import UserError
 from draftsmith.eval.parity.ask import AskedServer
 from draftsmith.eval.parity.bundle import Bundle, read_bundle
 from draftsmith.eval.parity.diagnose import diagnose, not_told
+from draftsmith.eval.parity.swap import Side, swap
+from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.quantized import BITS, quantize_head
 from draftsmith.machine import environment_json
 from draftsmith.storage import check_file, write_json
+from draftsmith.target.target import load_target
 
+_TOKENS = 128
+"""Of an answer where targets are swapped."""
 DIFFERS = 3
 """The exit code where the engine is wrong."""
 
@@ -29,10 +35,15 @@ def verify(own: Namespace, words: list[str]) -> int:
     bundle = read_bundle(export)
     if own.output is not None:
         check_file("--output", own.output, (".json",), r'\A\{\n  "verified": ')
-    if (own.url is None) == (own.engine is None):
+    if sum(given is not None for given in (own.url, own.engine, own.served)) != 1:
         raise UserError(
-            f"verify asks one engine: give either --url with the address of a running one, or --engine {' or '.join(ENGINES)} to start one."
+            f"verify asks one engine: give either --url with the address of a running one, --engine {' or '.join(ENGINES)} to start one, or "
+            "--served with the target that is served in place of the head's own."
         )
+    if own.weights is not None and (own.served is None or own.weights not in BITS):
+        raise UserError(f"--weights is {own.weights}: give one of {', '.join(BITS)}, with --served.")
+    if own.served is not None:
+        return _swap(own, export, bundle)
     if own.url is not None:
         names = [own.model] if own.model else [bundle.target, export.absolute().name]
         server = AskedServer(own.url, names)
@@ -82,3 +93,54 @@ def _started(own: Namespace, export: Path, bundle: Bundle) -> Answered:
             "--target FOLDER, the target's files."
         )
     return start_and_ask(export, bundle, own.engine, own.home, own.target, own.gguf_pre)
+
+
+_REMEDY = {
+    "answers": "train on the served target's answers (draftsmith regenerate with it), starting from this head (train.warm_start)",
+    "states": "train on the served target's states (draftsmith extract with it), starting from this head (train.warm_start)",
+    "head": "serve the head's weights as they are",
+}
+
+
+def _swap(own: Namespace, export: Path, bundle: Bundle) -> int:
+    """Print what the served target and rounded weights of the head cost."""
+    if own.target is None:
+        raise UserError("--served is compared with the head's own target, so give --target with the files of that one.")
+    ours, theirs = (_side(own, export, bundle, path) for path in (own.target, own.served))
+    context = min(ours.target.context_length, theirs.target.context_length)
+    requests = [
+        replace(p.request, max_new_tokens=room)
+        for p in bundle.prompts
+        if (room := min(_TOKENS, context - len(p.prompt_ids) - bundle.num_speculative_tokens - 1)) > 1
+    ]
+    found = swap(ours, theirs, requests, bundle.num_speculative_tokens)
+    put(
+        f"{export}: {bundle.method}, K = {bundle.num_speculative_tokens}, {len(requests)} prompts at temperature 0: tau {found.tau:.2f} with "
+        f"{own.target}, {found.served:.2f} with {own.served}, {found.differ:.1%} of whose tokens are not what the other would say there"
+    )
+    for share in found.shares:
+        put(f"{share.thing:8} {share.lost:+.3f} [{share.interval[0]:+.3f}, {share.interval[1]:+.3f}] of tau lost")
+    largest = max(found.shares, key=lambda share: share.lost)
+    sure = largest.interval[0] > 0
+    put(
+        f"Most is lost by the {largest.thing}: {_REMEDY[largest.thing]}."
+        if sure
+        else "Nothing is lost for certain on these prompts."
+    )
+    if own.output is not None:
+        write_json(
+            own.output,
+            {"verified": str(export), "target": str(own.target), "served": str(own.served), **asdict(found)}
+            | environment_json(),
+        )
+    return 0
+
+
+def _side(own: Namespace, export: Path, bundle: Bundle, path: Path) -> Side:
+    """Open a target and the head beside it."""
+    target = load_target(str(path), dtype=bundle.dtype)
+    head = load_head(export, target, warn=lambda text: None)
+    if "tuned" in head.trains.outputs:
+        raise UserError(f"{export} is of {bundle.method}, which tunes its target: no other one can be served with it.")
+    head = head.deployed(target).to(target.dtype)
+    return Side(target, (head, head if own.weights is None else quantize_head(head, own.weights)))

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from draftsmith.cli.main import main
 from draftsmith.eval.parity.bundle import Bundle, ParityPrompt, read_bundle
@@ -80,6 +82,35 @@ def test_right_and_wrong_servers(kind: str, export: Path, tmp_path: Path, capsys
     assert "another chat template" in " ".join(capsys.readouterr().out.split())
 
 
+def test_what_another_target_loses(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own, out = export.parents[2] / "target", tmp_path / "swapped.json"
+    served = shutil.copytree(own, tmp_path / "served")
+    weights = load_file(served / "model.safetensors")
+    for name in [name for name in weights if "mlp" in name]:
+        weights[name] = weights[name] + 0.05 * torch.randn(
+            weights[name].shape, generator=torch.Generator().manual_seed(0)
+        )
+    save_file(weights, served / "model.safetensors", {"format": "pt"})
+    words = [
+        "verify",
+        str(export),
+        "--target",
+        str(own),
+        "--served",
+        str(served),
+        "--weights",
+        "int8",
+        "--output",
+        str(out),
+    ]
+    assert main(words) == 0
+    found, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert [share["thing"] for share in found["shares"]] == ["answers", "states", "head"]
+    assert sum(share["lost"] for share in found["shares"]) == pytest.approx(found["tau"] - found["served"])
+    assert f"tau {found['tau']:.2f} with {own}, {found['served']:.2f} with {served}" in printed
+    assert found["differ"] > 0
+
+
 def test_what_cannot_be_verified_is_refused(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bundle = read_bundle(export)
     engine = Engine(reply=replies(bundle, "vLLM", told=False), metrics=False)
@@ -93,6 +124,8 @@ def test_what_cannot_be_verified_is_refused(export: Path, tmp_path: Path, capsys
             "either --url": [str(export)],
             "choose vllm or llama.cpp": [str(export), "--engine", "sglang"],
             "give --home FOLDER": [str(export), "--engine", "vllm"],
+            "so give --target with the files of that one": [str(export), "--served", str(export.parents[2] / "target")],
+            "--weights is int8: give one of": [str(export), "--url", url, "--weights", "int8"],
             "does not answer": [str(export), "--url", "http://127.0.0.1:9"],
         }
         for words, given in cases.items():

@@ -45,4 +45,4 @@ step environment ensure_environment dev
 step "ruff check" "$VENV/bin/ruff" check .
 step "ruff format" "$VENV/bin/ruff" format --check .
 step mypy "$VENV/bin/mypy"
-step pytest "$VENV/bin/pytest" -n auto --maxprocesses 2 --dist loadfile ${marks:+-m "$marks"} "$@"
+step pytest "$VENV/bin/pytest" -n auto --maxprocesses 2 --dist loadfile --durations 25 ${marks:+-m "$marks"} "$@"

@@ -357,7 +357,7 @@ def test_ci_runs_every_step_with_one_thread_per_worker(repository: Path, tmp_pat
         "ruff check .",
         "ruff format --check .",
         "mypy ",
-        "pytest -n auto --maxprocesses 2 --dist loadfile -m not slow -k eagle 1 1",
+        "pytest -n auto --maxprocesses 2 --dist loadfile --durations 25 -m not slow -k eagle 1 1",
     ]
     assert re.search(r"Seconds: environment \d+, ruff check \d+", result.stdout)
 
@@ -372,6 +372,15 @@ def test_ci_runs_the_engines_after_the_tests(failing: str, lines: int, repositor
     log = read_log(repository)
     assert len(log) == lines
     assert (log[-1] == "engines ") == (not failing)
+
+
+def test_ci_on_a_slow_machine_asks_the_engines_for_one_method(repository: Path, tmp_path: Path) -> None:
+    give_tools(repository)
+    (repository / "scripts" / "test_engines.sh").write_text('echo "engines $*" >>log\n', encoding="utf-8")
+    result = bash(tmp_path, str(repository / ".ci" / "run"), SECONDS="3001")
+    assert result.returncode == 0, result.stderr
+    assert read_log(repository)[-1] == "engines --only eagle3"
+    assert "so that the engines serve EAGLE-3 alone" in result.stdout
 
 
 def start_engines(repository: Path, *arguments: str, made: tuple[str, ...] = ()) -> tuple[int, list[str], str]:

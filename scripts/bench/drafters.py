@@ -132,17 +132,32 @@ def row(drafter: DrafterResult, name: str, result: Result) -> dict[str, Any]:
     }
 
 
-def table(result: Result) -> dict[str, Any]:
-    """Return the rows of a result, and how far each drafter's simulated tau lies from the best one's on the same prompts."""
-    rows = {name: row(drafter, name, result) for name, drafter in result.drafters.items()}
-    best = max(rows, key=lambda name: rows[name]["tau_simulated"] or 0.0)
+def table(result: Result, earlier: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows of a result and those of an earlier table, and how far each drafter's simulated tau lies from the best one's on the
+    same prompts."""
+    rows = dict(earlier.get("drafters", {}))
     for name, drafter in result.drafters.items():
-        sides = [result.drafters[best].prompts, drafter.prompts]
-        pairs = [
-            [(side[p].tokens, side[p].rounds_simulated or 0.0) for p in sides[0] if p in sides[1]] for side in sides
-        ]
-        rows[name]["behind_best"] = None if name == best else bootstrap_tau(pairs[1], pairs[0])
+        pairs = {p: (m.tokens, m.rounds_simulated or 0.0) for p, m in drafter.prompts.items()}
+        rows[name] = row(drafter, name, result) | {"prompts": pairs}
+    best = max(rows, key=lambda name: rows[name]["tau_simulated"] or 0.0)
+    shared = [prompt for prompt in rows[best]["prompts"] if all(prompt in one["prompts"] for one in rows.values())]
+    for name, one in rows.items():
+        sides = [[rows[side]["prompts"][prompt] for prompt in shared] for side in (name, best)]
+        one["behind_best"] = None if name == best else bootstrap_tau(*sides)
     return {"best": best, "drafters": rows}
+
+
+def read_beside(path: Path | None, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return an earlier result of the bench, {} without one. Raises UserError where its heads cannot be compared with these."""
+    if path is None:
+        return {}
+    earlier = read_object(path, "name a result of this bench")
+    for key in ("tokens", "target", "prompts"):
+        if earlier.get(key) != facts[key]:
+            raise UserError(
+                f"--beside {path} has {key} {earlier.get(key)}, but here it is {facts[key]}: both need the same."
+            )
+    return earlier
 
 
 def main(argv: list[str]) -> int:
@@ -160,6 +175,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="trainings at once, of one thread each")
     parser.add_argument("--folder", type=Path, default=Path("runs/drafters"))
     parser.add_argument("--no-decode", action="store_true", help="simulate alone, without times")
+    parser.add_argument(
+        "--beside", type=Path, help="an earlier result with other methods, whose rows stand in this one too"
+    )
     parser.add_argument("--output", type=Path)
     split = argv.index("--") if "--" in argv else len(argv)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the commands
@@ -186,13 +204,18 @@ def main(argv: list[str]) -> int:
     more = ["--no-decode"] if own.no_decode else []
     draftsmith("evaluate", [*evaluated, "--head", str(run), *more], own.folder / "evaluation.log")
     results = [read_result(path) for path in result_files(parse_recipe(evaluated), decode=not own.no_decode)]
-    facts = {
+    facts: dict[str, Any] = {
         "command": f"python -m scripts.bench.drafters {shlex.join(argv)}",
         **environment_json(),
         "tokens": own.tokens,
-        "trainings": [asdict(training) for training in trainings],
-        "temperatures": {f"{result.settings.temperature:g}": table(result) for result in results},
+        "target": results[0].target.fingerprint,
+        "prompts": results[0].settings.prompts,
     }
+    earlier = read_beside(own.beside, facts)
+    facts["trainings"] = [*earlier.get("trainings", []), *map(asdict, trainings)]
+    known = earlier.get("temperatures", {})
+    places = {f"{result.settings.temperature:g}": result for result in results}
+    facts["temperatures"] = {at: table(result, known.get(at, {})) for at, result in places.items()}
     if own.output:
         write_json(own.output, facts)
     print(json.dumps(facts, indent=2))

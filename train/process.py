@@ -156,13 +156,8 @@ def world() -> World:
                     f"{name} is {value} in the environment, but WORLD_SIZE {said}: launchers set both; unset {name}."
                 )
         return World()
-    given: dict[str, Any] = {
-        "RANK": rank,
-        "LOCAL_RANK": local,
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR"),
-        "MASTER_PORT": _port(),
-    }
-    for name, said_of in given.items():
+    where = {"MASTER_ADDR": os.environ.get("MASTER_ADDR"), "MASTER_PORT": _port()}
+    for name, said_of in ({"RANK": rank, "LOCAL_RANK": local} | where).items():
         if said_of in (None, ""):
             raise UserError(
                 f"WORLD_SIZE is {size} in the environment, but {name} is not set: start with torchrun or `accelerate launch`, which "
@@ -200,11 +195,8 @@ def _port() -> int | None:
 
 def check_started() -> None:
     """Raise UserError where more processes were asked for than a training would have."""
-    size, remedy = (
-        world().size,
-        "accelerate/ddp-8gpu for GPUs and accelerate/ddp-2cpu for CPUs, which `draftsmith recipes` shows",
-    )
-    asked = os.environ.get(LAUNCHED, "")
+    size, asked = world().size, os.environ.get(LAUNCHED, "")
+    remedy = "accelerate/ddp-8gpu for GPUs and accelerate/ddp-2cpu for CPUs, which `draftsmith recipes` shows"
     if asked.isdecimal() and int(asked) != size:
         raise UserError(
             f"The launch file asks for {asked} processes, but {size} would train: take distributed_type MULTI_GPU, as in {remedy}."

@@ -190,10 +190,8 @@ class TensorBoard(TensorBoardTracker, Dashboard):
             self.store_init_configuration(flatten(self.info.config))
 
     def rows(self, name: str, columns: Sequence[str], cells: Sequence[Sequence[Cell]]) -> None:
-        lines = [columns, ["---"] * len(columns), *cells]
-        self.writer.add_text(
-            name, "\n".join(f"| {' | '.join('' if c is None else str(c) for c in row)} |" for row in lines)
-        )
+        lines = [["" if c is None else str(c) for c in row] for row in (columns, ["---"] * len(columns), *cells)]
+        self.writer.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines))
 
 
 class Trackio(TrackioTracker, Dashboard):
@@ -268,9 +266,8 @@ class MLflow(MLflowTracker, Dashboard):
         super().start()
         self.info.keep_id("mlflow", self.active_run.info.run_id)
         if self.empty:  # a parameter never changes
-            self.store_init_configuration(
-                {_plain(key, " /"): value for key, value in flatten(self.info.config).items()}
-            )
+            config = flatten(self.info.config)
+            self.store_init_configuration({_plain(key, " /"): value for key, value in config.items()})
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         super().log({_plain(key, " /"): value for key, value in values.items()}, step=step)

@@ -20,7 +20,7 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.decoder.answers import Generation, Request
 from draftsmith.decoder.sampling import Sampling, penalize, probs
 from draftsmith.errors import UserError, one_line
-from draftsmith.foreign.server import LONGEST, ModelServer, ServerError
+from draftsmith.foreign.server import LLAMA_CPP, LONGEST, VLLM, ModelServer, ServerError
 from draftsmith.target.target import Target
 
 _WAITS = (1.0, 5.0, 25.0)
@@ -39,12 +39,11 @@ class AnswerServer(ModelServer):
     def __init__(self, url: str, names: Sequence[str]) -> None:
         super().__init__(url, "answers.servers")
         model = self.find_model(names, "name it in answers.served_name")
-        absent = (404, 405, 501)
-        if version := self.version("/version", "version", absent):
-            self.engine = f"vLLM {version}"
+        kind, version = self.find_engine()
+        self.engine = f"{kind} {version}"
+        if kind == VLLM:
             self._path, self._body, self._read = "/v1/completions", lambda *asked: _vllm_body(model, *asked), _read_vllm
-        elif version := self.version("/props", "build_info", absent):
-            self.engine = f"llama.cpp {version}"
+        elif kind == LLAMA_CPP:
             self._path, self._body, self._read = "/completion", _llama_body, _read_llama
         else:
             raise UserError(

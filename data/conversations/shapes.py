@@ -133,9 +133,8 @@ def _message(turn: Mapping[str, Any]) -> dict[str, Any]:
     if role is None:
         raise ValueError(f"the role {word!r} is unknown; use system, user, assistant or tool")
     content = turn.pop(text_key, None)
-    thoughts = (
-        [turn.pop(key, None) for key in ("reasoning_content", "reasoning", "thinking")] if role == "assistant" else []
-    )
+    keys = ("reasoning_content", "reasoning", "thinking") if role == "assistant" else ()
+    thoughts = [turn.pop(key, None) for key in keys]
     thought = next((value for value in thoughts if value), _thought(content, role))
     message = {"role": role, "content": ""} | _weight(turn, role) | {"role": role, "content": _text(content)}
     if thought:
@@ -234,15 +233,11 @@ def _call_from_text(message: dict[str, Any]) -> dict[str, Any]:
 def _history(pairs: Any) -> list[dict[str, Any]]:
     """Return the earlier turns of a row, which are pairs of a question and its answer."""
     pairs = pairs or []
-    if not isinstance(pairs, list | tuple) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
-    ):
+    listed = isinstance(pairs, list | tuple) and all(isinstance(pair, list | tuple) for pair in pairs)
+    if not listed or any(len(pair) != 2 for pair in pairs):
         raise ValueError("'history' must be a list of [question, answer] pairs")
-    return [
-        {"role": role, "content": _text(text)}
-        for pair in pairs
-        for role, text in zip(("user", "assistant"), pair, strict=True)
-    ]
+    turns = (turn for pair in pairs for turn in zip(("user", "assistant"), pair, strict=True))
+    return [{"role": role, "content": _text(text)} for role, text in turns]
 
 
 def _parse(text: str, what: str) -> Any:

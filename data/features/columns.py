@@ -106,14 +106,9 @@ def write_columns(folder: Path, samples: Sequence[Tokenized], slices: Sequence[s
         for number, sample in enumerate(samples):
             name, conversation = sample.sample_id.encode(), (sample.conversation or "").encode()
             ids, mask = _values(sample)
-            records[number] = (
-                len(ids),
-                numbers[sample.slice],
-                end + len(name),
-                end + len(name) + len(conversation),
-                _checksum(ids, mask),
-            )
-            end += len(name) + len(conversation)
+            ends = end + len(name), end + len(name) + len(conversation)
+            records[number] = (len(ids), numbers[sample.slice], *ends, _checksum(ids, mask))
+            end = ends[1]
             yield name + conversation
 
     _write(folder / NAMES, names())
@@ -144,9 +139,8 @@ def _write(path: Path, parts: Iterable[bytes]) -> None:
 def read_columns(folder: Path, slices: tuple[str, ...], digest: str) -> StoredSamples:
     """Return the samples of a store. Raises UserError for columns that are not those that were written."""
     records = column(folder / SAMPLES, SAMPLE_RECORD)
-    names, ids, masks = (
-        column(folder / name, np.dtype(kind)) for name, kind in ((NAMES, "u1"), (IDS, "<i4"), (MASKS, "u1"))
-    )
+    kinds = {NAMES: "u1", IDS: "<i4", MASKS: "u1"}
+    names, ids, masks = (column(folder / name, np.dtype(kind)) for name, kind in kinds.items())
     if _digest(records, names) != digest or not _in_order(records, names, slices):
         raise UserError(
             f"{folder / SAMPLES} is corrupt (its checksum differs from index.json, or {NAMES} was changed): {AGAIN}."

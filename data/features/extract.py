@@ -19,12 +19,7 @@ from draftsmith.data.batch import CHUNK_BATCHES, Features, States, Tokenized, pl
 from draftsmith.data.features.behind import Behind, HostCopies
 from draftsmith.data.features.columns import StoredSamples
 from draftsmith.data.features.index import INDEX_NAME, StoreSpec, is_complete, parse_dtype, read_index
-from draftsmith.data.features.store import (
-    FeatureStore,
-    check_disk_space,
-    estimate_bytes,
-    readable_bytes,
-)
+from draftsmith.data.features.store import FeatureStore, check_disk_space, estimate_bytes, readable_bytes
 from draftsmith.data.features.writing import SHARD_BYTES, FeatureWriter, Rows, begin_store, rows_of
 from draftsmith.data.memory import map_tensors
 from draftsmith.data.team import Alone, SharedBar, Team
@@ -218,14 +213,10 @@ class _Earlier:
             index = None if path is None or not (path / INDEX_NAME).exists() else read_index(path)
         except UserError as error:  # of an earlier version of draftsmith, or damaged
             say(f"features: nothing is taken from the earlier store ({str(error).rstrip('.')})")
-        if (
-            path is not None
-            and index is not None
-            and index.complete
-            and set(spec.layer_ids) <= set(index.spec.layer_ids)
-        ):
-            same = ("fingerprint", "compute_dtype", "dtype", "hidden_size", "vocab_size")
-            if all(getattr(index.spec, name) == getattr(spec, name) for name in same):
+        if path is not None and index is not None and index.complete:
+            alike = ("fingerprint", "compute_dtype", "dtype", "hidden_size", "vocab_size")
+            same = all(getattr(index.spec, name) == getattr(spec, name) for name in alike)
+            if same and set(spec.layer_ids) <= set(index.spec.layer_ids):
                 self._store = FeatureStore(path)
         self._places = {} if self._store is None else {name: place for place, name in enumerate(self._store.ids)}
         self._layer_ids = spec.layer_ids

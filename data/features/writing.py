@@ -154,7 +154,11 @@ class FeatureWriter:
     def finish(self) -> None:
         """Mark the store complete, of which all shards are in the index."""
         if not self.complete:
-            self._remove_strays()
+            listed = {shard_name(number) for number in range(len(self.shards))}
+            with explain_os_error(self.path):
+                for file in self.path.iterdir():
+                    if SHARD_PATTERN.fullmatch(file.name) and file.name not in listed:
+                        file.unlink()
             complete_index(self.path, read_index(self.path))
         self.complete = True
 
@@ -173,13 +177,6 @@ class FeatureWriter:
         width = 16 * (1 + len(self.spec.layer_ids))
         same = text == header and size == 8 + len(header) + body and len(checksums) == width * len(lengths)
         return (size, checksums) if same else None
-
-    def _remove_strays(self) -> None:
-        listed = {shard_name(number) for number in range(len(self.shards))}
-        with explain_os_error(self.path):
-            for file in self.path.iterdir():
-                if SHARD_PATTERN.fullmatch(file.name) and file.name not in listed:
-                    file.unlink()
 
 
 def shard_header(spec: StoreSpec, tokens: int, checksums: bytes) -> tuple[bytes, int]:

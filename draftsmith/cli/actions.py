@@ -352,11 +352,8 @@ def plan(own: Namespace, words: list[str]) -> int:
     device = None if own.device in (None, "cpu") else find_device(own.device)
     recipe = _recipe("plan", words, "eagle3/qwen3-8b")
     asked = {"gpus": own.gpus, "utilisation": own.utilisation, "prompt": own.prompt_tokens, "answer": own.answer_tokens}
-    estimator = Estimator.of(
-        recipe,
-        device or device_here(choose_device(own.device or recipe.target.device)),
-        {key: value for key, value in asked.items() if value is not None},
-    )
+    device = device or device_here(choose_device(own.device or recipe.target.device))
+    estimator = Estimator.of(recipe, device, {key: value for key, value in asked.items() if value is not None})
     estimate = estimator.estimate(recipe)
     if own.comment:
         put(estimating.comment(estimate))

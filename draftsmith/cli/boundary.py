@@ -25,7 +25,12 @@ def at_boundary(command: Callable[P, int]) -> Callable[P, int]:
 
     @wraps(command)
     def within(*args: P.args, **kwargs: P.kwargs) -> int:
-        _prepare_streams()
+        for name in ("stdout", "stderr"):  # what a terminal cannot show becomes an escape; a closed stream goes nowhere
+            stream = getattr(sys, name)
+            if stream is None:
+                setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - lives as long as the process
+            elif hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
         try:
             _check_folder()
             try:
@@ -91,16 +96,6 @@ def _explain_refusal(error: OSError) -> str:
         return f"The system refuses this ({first_line(error)}): mend it, then run the same command again."
     name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
     return f"{one_line(name)} cannot be used ({why_not(error, name)}): mend that or name another, then run the same command again."
-
-
-def _prepare_streams() -> None:
-    """Let everything be printed: what a terminal cannot show as an escape, and to nowhere where a stream is closed."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - lives as long as the process
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _check_folder() -> None:

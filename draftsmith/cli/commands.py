@@ -282,8 +282,7 @@ _FIT = (
 
 COMMANDS: dict[str, Command] = {
     "run": Command(
-        "all stages of a recipe: answers, features, training, evaluation, export, report",
-        (REDO, _LAUNCH, *_GATE),
+        "all stages of a recipe: answers, features, training, evaluation, export, report", (REDO, _LAUNCH, *_GATE)
     ),
     "regenerate": Command(
         "let the target answer the prompts of the data (--launch: in several processes)", (REDO, _LAUNCH)
@@ -295,8 +294,7 @@ COMMANDS: dict[str, Command] = {
         (Option("--no-decode", None, "Simulate only."), _HEAD, REDO, _LAUNCH, *_GATE, *_SERVED),
     ),
     "chat": Command(
-        "talk with the target while a head drafts: accepted tokens in colour, tau and speedup of every answer",
-        _CHAT,
+        "talk with the target while a head drafts: accepted tokens in colour, tau and speedup of every answer", _CHAT
     ),
     "search-tree": Command(
         "find the tree of drafts (--chain: their length) that suits a trained head and this machine",

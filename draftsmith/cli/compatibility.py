@@ -35,7 +35,12 @@ def run_fit(head_folder: Path, target: str) -> int:
 
     target: a folder, a Hub name or a GGUF file. Raises UserError for a head that is incomplete or of no known format, and for a target that is not there.
     """
-    folder = find_head_folder(head_folder)
+    best = head_folder / "train" / "best"
+    if not head_folder.is_dir():
+        raise UserError(
+            f"There is no folder {head_folder} for --head: give that of a checkpoint, a run, an export or a head."
+        )
+    folder = best if best.is_dir() else head_folder
     head = check_head(folder)
     if is_gguf(target):
         now = open_gguf(target).identity
@@ -62,16 +67,6 @@ def run_fit(head_folder: Path, target: str) -> int:
         verdict, code = f"{folder} fits {target}, as far as it is recorded.", 0
     put(f"{table(checks)}\n{verdict}")
     return code
-
-
-def find_head_folder(folder: Path) -> Path:
-    """Return the folder of a head, for a run that of its best. Raises UserError where there is none."""
-    best = folder / "train" / "best"
-    if not folder.is_dir():
-        raise UserError(
-            f"There is no folder {folder} for --head: give that of a checkpoint, a run, an export or a head."
-        )
-    return best if best.is_dir() else folder
 
 
 def find_target_folder(target: str) -> Path:

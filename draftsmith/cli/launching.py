@@ -162,10 +162,8 @@ def train(session: Session, launch_: Launch, words: list[str]) -> bool:
         # Here; the processes train from the store, for which they load no layers.
         make_stages(session, "train", train_here=False)
     launch(session, launch_, "train", words)
-    hush(
-        f"train: reusing {session.run.path}",
-        *(() if (past := read_history(session.recipe.run_dir)) is None else tell(past)),
-    )
+    past = read_history(session.recipe.run_dir)
+    hush(f"train: reusing {session.run.path}", *(() if past is None else tell(past)))
     if launch_.machine:
         say("trained; machine 0 goes on with what comes next")
     return not launch_.machine
@@ -174,20 +172,20 @@ def train(session: Session, launch_: Launch, words: list[str]) -> bool:
 def launch(session: Session, asked: Launch, command: str, words: list[str]) -> None:
     """Carry out a command, one of `COMMAND_STAGES`, in the processes of a launch. Raises SystemExit where they fail."""
     if asked.machine:
-        _await_machine_0(asked)
+        host, port = asked.address.rsplit(":", 1)
+        say(f"waiting for machine 0 at {asked.address}")
+        if not wait_for_port(host, int(port), DATA):
+            raise UserError(
+                f"Machine 0 did not begin at {asked.address} within {DATA.days} days: see there whether it is still at work."
+            )
     session.drop_target()
     folder = session.recipe.run_dir / "train"
-    script = (
-        [str(find_script(session.recipe.method))]
-        if command == "train"
-        else [str(Path(__file__).with_name("main.py")), *command.split()]
-    )
+    main = [str(Path(__file__).with_name("main.py")), *command.split()]
+    script = [str(find_script(session.recipe.method))] if command == "train" else main
     redo = [word for stage in COMMAND_STAGES[command] if stage in session.redo for word in ("--redo", stage)]
     session.redo.difference_update(COMMAND_STAGES[command])
-    code = run_launcher(
-        [str(folder), "--quiet", "--config_file", asked.config, *script, *words, *redo], asked.processes
-    )
-    if code:
+    started = [str(folder), "--quiet", "--config_file", asked.config, *script, *words, *redo]
+    if code := run_launcher(started, asked.processes):
         raise SystemExit(code)
     for stage in DATA_STAGES:
         warned = (f"warning: {text}" for text in kept_warnings(session, stage))
@@ -210,13 +208,3 @@ def run_launcher(words: list[str], processes: int) -> int:
     with on_signals(hand_on, (signal.SIGINT, *ENDING)):
         code = process.wait()
     return 128 + asked[0] if code and asked else abs(code)
-
-
-def _await_machine_0(launch: Launch) -> None:
-    """Wait until machine 0 begins."""
-    host, port = launch.address.rsplit(":", 1)
-    say(f"waiting for machine 0 at {launch.address}")
-    if not wait_for_port(host, int(port), DATA):
-        raise UserError(
-            f"Machine 0 did not begin at {launch.address} within {DATA.days} days: see there whether it is still at work."
-        )

@@ -134,11 +134,8 @@ def measure_quality(session: Session, names: Sequence[str], limit: int | None, o
     spec, target = session.recipe.evaluate, session.target_in(session.recipe.evaluate.dtype)
     heads = load_heads(session.recipe, session.head_folder, target, session.warn)
     compared = session.original is not None
-    ways = [
-        c
-        for name, head in heads.items()
-        for c in ways_to_draft(spec, name, head, target, session.warn, compared=compared)
-    ]
+    found = [ways_to_draft(spec, *one, target, session.warn, compared=compared) for one in heads.items()]
+    ways = [c for of_head in found for c in of_head]
     by_temperature = {t: _changing(ways, spec.sampling(t)) for t in spec.temperatures}
     if not any(by_temperature.values()):
         raise UserError(
@@ -151,15 +148,14 @@ def measure_quality(session: Session, names: Sequence[str], limit: int | None, o
     context -= max(c.num_speculative_tokens for c in ways)
     scores: list[dict[str, Any]] = []
     for temperature, systems in by_temperature.items():
-        writers = [Writer(_ALONE, alone, TargetAlone(), context)]
-        writers += [
-            Writer(c.name, c.verified_by(alone), c.make(c.num_speculative_tokens), context, c.typical) for c in systems
-        ]
-        for writer in writers if systems else ():
+        writers = [Writer(_ALONE, alone, TargetAlone(), context)] if systems else []
+        for c in systems:
+            drafter = c.make(c.num_speculative_tokens)
+            writers.append(Writer(c.name, c.verified_by(alone), drafter, context, c.typical))
+        for writer in writers:
             model = DraftedModel(session, writer, spec.sampling(temperature))
-            scored = simple_evaluate(
-                model, tasks=list(names), limit=limit, apply_chat_template=True, log_samples=False, task_manager=manager
-            )
+            how = {"limit": limit, "apply_chat_template": True, "log_samples": False, "task_manager": manager}
+            scored = simple_evaluate(model, tasks=list(names), **how)
             scores += [{"temperature": temperature, "system": writer.name, **one} for one in _scores(scored)]
     settings = {"tasks": list(names), "limit": limit, "dtype": alone.dtype_name, "seed": session.recipe.seed}
     command = shlex.join(["draftsmith", *sys.argv[1:]])

@@ -46,10 +46,8 @@ def evaluate_served(own: Namespace, words: list[str]) -> int:
             f"--{wrong.replace('_', '-')} is for the decoder here, and --url measures running servers: leave one of them out."
         )
     named = any(word.split("=", 1)[0] in ("--recipe", "--target.path", "--help", "-h") for word in words)
-    command = COMMANDS["evaluate"]
-    recipe = parse_recipe(
-        words if named else ["--target.path", "served", *words], "draftsmith evaluate", command.help, command.options
-    )
+    command, target = COMMANDS["evaluate"], [] if named else ["--target.path", "served"]
+    recipe = parse_recipe([*target, *words], "draftsmith evaluate", command.help, command.options)
     session = Session(recipe, words=words)
     chats = list(_chats(session, ignore_end=own.injected))
     concurrencies = _concurrencies(recipe, len(chats))
@@ -59,21 +57,18 @@ def evaluate_served(own: Namespace, words: list[str]) -> int:
             f"--report {own.report} is of temperature {report.settings.temperature:g}, but evaluate.temperatures begins with "
             f"{recipe.evaluate.temperatures[0]:g}: give the result of that one."
         )
-    drafter = (
-        None if report is None else report.drafters.get(recipe.method) or next(iter(report.drafters.values()), None)
-    )
+    drafters = {} if report is None else report.drafters
+    drafter = drafters.get(recipe.method) or next(iter(drafters.values()), None)
     predict = None if own.costs is None else predictor(_read_costs(own.costs), recipe.method, drafter)
     folder = own.output or Path("served")
     for name, mark in _MARKS.items():
         check_ours("--output", folder / name, mark)
     servers = list[ChatServer]()
     for url in own.url:
-        servers.append(
-            ChatServer(url, own.model or ([session.target_path] if named else [one.model for one in servers[:1]]))
-        )
-    tallies = take_turns(
-        servers, chats, concurrencies, recipe.evaluate.repeats, Limits(own.request_seconds, own.seconds)
-    )
+        known = [session.target_path] if named else [one.model for one in servers[:1]]
+        servers.append(ChatServer(url, own.model or known))
+    limits = Limits(own.request_seconds, own.seconds)
+    tallies = take_turns(servers, chats, concurrencies, recipe.evaluate.repeats, limits)
     made = environment()
     served = Served(
         servers=tuple(ServedServer(one.url, one.engine, one.model) for one in servers),
@@ -103,12 +98,8 @@ def _chats(session: Session, *, ignore_end: bool) -> Iterator[Chat]:
         raise UserError(
             "evaluate.repetition_penalty is no option that servers agree on: leave it at 1, or set it where they are started."
         )
-    standard: dict[str, Any] = {"temperature": spec.temperatures[0]}
-    standard |= {
-        key: value
-        for key, value in (("top_p", spec.top_p), ("top_k", spec.top_k), ("min_p", spec.min_p))
-        if value not in (0, 1)
-    }
+    filters = {key: getattr(spec, key) for key in ("top_p", "top_k", "min_p")}
+    standard = {"temperature": spec.temperatures[0]} | {k: v for k, v in filters.items() if v not in (0, 1)}
     for one in conversations_of(session):
         most = spec.max_new_tokens_by_slice.get(one.slice, spec.max_new_tokens)
         tools = {"tools": list(one.tools)} if one.tools else {}
@@ -141,27 +132,11 @@ def _read_costs(path: Path) -> CostTable | Served:
 def _alone(recipe: Recipe, model: str, served: Served, made: dict[str, Any]) -> Result:
     """Return a result of nothing but servers."""
     spec = recipe.evaluate
-    settings = Settings(
-        spec.temperatures[0],
-        spec.top_k or None,
-        spec.top_p if spec.top_p < 1 else None,
-        spec.num_speculative_tokens,
-        spec.batch,
-        "as served",
-        recipe.seed,
-        spec.repeats,
-    )
-    return Result(
-        served.command,
-        served.commit,
-        served.date,
-        made["hardware"],
-        made["versions"],
-        None,
-        TargetInfo(model),
-        settings,
-        {},
-    )
+    filters = spec.top_k or None, spec.top_p if spec.top_p < 1 else None
+    counts = spec.num_speculative_tokens, spec.batch
+    settings = Settings(spec.temperatures[0], *filters, *counts, "as served", recipe.seed, spec.repeats)
+    facts = served.command, served.commit, served.date, made["hardware"], made["versions"]
+    return Result(*facts, None, TargetInfo(model), settings, {})
 
 
 def _print(served: Served) -> None:

@@ -53,13 +53,8 @@ def verify(own: Namespace, words: list[str]) -> int:
     verdict = diagnose(bundle, answered.seen, answered.end_ids)
     hidden = not_told(bundle, answered.seen, answered.end_ids) if verdict.right else ()
     told = answered.seen[0]
-    level = (
-        "drafted tokens"
-        if told.names_drafts
-        else "sums of accepted tokens"
-        if told.rounds is None
-        else "accepted tokens of every round"
-    )
+    counts = "sums of accepted tokens" if told.rounds is None else "accepted tokens of every round"
+    level = "drafted tokens" if told.names_drafts else counts
     put(
         f"{export}: {bundle.method}, K = {bundle.num_speculative_tokens}, {len(bundle.prompts)} prompts against {answered.engine}, "
         f"which tells its answers and {level}"
@@ -70,17 +65,9 @@ def verify(own: Namespace, words: list[str]) -> int:
     if hidden:
         put(fill(f"On these prompts this would look the same: {', '.join(hidden)}.", 110))
     if own.output is not None:
-        facts = {
-            "verified": str(export),
-            "engine": answered.engine,
-            "tells": level,
-            "right": verdict.right,
-            "looks_the_same": hidden,
-        }
-        seen = [asdict(one) for one in answered.seen]
-        write_json(
-            own.output, facts | asdict(verdict) | {"sentence": verdict.sentence, "seen": seen} | environment_json()
-        )
+        facts = {"verified": str(export), "engine": answered.engine, "tells": level, "right": verdict.right}
+        facts |= {"looks_the_same": hidden, **asdict(verdict), "sentence": verdict.sentence}
+        write_json(own.output, facts | {"seen": [asdict(one) for one in answered.seen]} | environment_json())
     return 0 if verdict.right else DIFFERS
 
 

@@ -15,17 +15,12 @@ from draftsmith.stages.gguf import HEADS, WHOLE, convert
 from draftsmith.target.gguf_file import is_gguf
 
 VLLM, LLAMA_CPP = ENGINES = ("vllm", "llama.cpp")
-_METHODS = {
-    "dflash": "dflash",
-    "eagle3": "eagle3",
-    "eagle1": "eagle",
-    "medusa_vllm": "medusa",
-    "draft_model": "draft_model",
-    "peagle": "eagle3",
+_METHODS: dict[str, dict[str, Any]] = {name: {"method": name} for name in ("dflash", "eagle3", "draft_model")} | {
+    "eagle1": {"method": "eagle"},
+    "medusa_vllm": {"method": "medusa"},
+    "peagle": {"method": "eagle3", "parallel_drafting": True},
 }
-"""vLLM's name of the drafting method, by layout; a speculators folder names it itself."""
-_MORE: dict[str, dict[str, Any]] = {"peagle": {"parallel_drafting": True}}
-"""What else a layout needs."""
+"""How vLLM is asked for the drafting method, by layout; a speculators folder names it itself."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +36,7 @@ def speculation(layout: str, draft: Path, tokens: int) -> dict[str, Any] | None:
     """Return --speculative-config for the draft in a folder, None for a layout whose folder names its target and is served by itself."""
     if layout not in _METHODS:
         return None
-    own = {"method": _METHODS[layout], "model": str(draft.resolve()), "num_speculative_tokens": tokens}
-    return own | _MORE.get(layout, {})
+    return {"model": str(draft.resolve()), "num_speculative_tokens": tokens, **_METHODS[layout]}
 
 
 def start_and_ask(
@@ -53,31 +47,28 @@ def start_and_ask(
     home: vLLM's environment, or a llama.cpp tree (or a folder with one) and its programs in build/bin. pre_tokenizer: as in `convert`. Raises UserError where the
     engine does not read the layout, or fails.
     """
+    longest = max(len(p.prompt_ids) + p.max_new_tokens for p in bundle.prompts)
+    context = longest + 2 * bundle.num_speculative_tokens + 1
     with TemporaryDirectory(prefix="draftsmith-verify-") as work:
         if engine == VLLM:
-            return _ask_vllm(export, bundle, home, target, Path(work))
-        return _ask_llama(export, bundle, home, target, Path(work), pre_tokenizer)
+            return _ask_vllm(export, bundle, home, target, Path(work), context)
+        return _ask_llama(export, bundle, home, target, Path(work), context, pre_tokenizer)
 
 
-def _context(bundle: Bundle) -> int:
-    K = bundle.num_speculative_tokens
-    return max(len(p.prompt_ids) + p.max_new_tokens for p in bundle.prompts) + 2 * K + 1
-
-
-def _ask_vllm(export: Path, bundle: Bundle, home: Path, target: Path, work: Path) -> Answered:
+def _ask_vllm(export: Path, bundle: Bundle, home: Path, target: Path, work: Path, context: int) -> Answered:
     speculative = speculation(bundle.layout, export, bundle.num_speculative_tokens)
     if speculative is None and "speculators" not in bundle.layout:
         raise UserError(
             f"vLLM is not started here on the layout {bundle.layout} of {export}: start it as its README says, and give verify its --url."
         )
     model = export.absolute() if speculative is None else target.absolute()
-    settings = VllmSettings(home, model, speculative, _context(bundle), bundle.eos_ids)
+    settings = VllmSettings(home, model, speculative, context, bundle.eos_ids)
     run = run_vllm(settings, [prompt.request for prompt in bundle.prompts], work)
     return Answered(f"vLLM {run.version}", [_seen(within_text(answer)) for answer in run.answers[0.0]])
 
 
 def _ask_llama(
-    export: Path, bundle: Bundle, home: Path, target: Path, work: Path, pre_tokenizer: str | None
+    export: Path, bundle: Bundle, home: Path, target: Path, work: Path, context: int, pre_tokenizer: str | None
 ) -> Answered:
     if bundle.layout not in (*HEADS, WHOLE):
         raise UserError(
@@ -89,7 +80,7 @@ def _ask_llama(
     beside = None if bundle.layout == WHOLE else target
     draft = convert(tree, export, work / "draft.gguf", "f32", target=beside, pre_tokenizer=pre_tokenizer)
     kind = HEADS.get(bundle.layout, DRAFT_MODEL)
-    settings = ServerSettings(weights, draft, kind, bundle.num_speculative_tokens, _context(bundle))
+    settings = ServerSettings(weights, draft, kind, bundle.num_speculative_tokens, context)
     program = home / "build" / "bin" / "llama-server"
     with LlamaServerProcess(program, settings, work / "server.log") as server:
         asked = [server.complete(p.id, p.prompt_ids, p.max_new_tokens) for p in bundle.prompts]

@@ -4,10 +4,9 @@ import sys
 import time
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from pkgutil import resolve_name
 
 from draftsmith.cli.boundary import put
@@ -46,7 +45,8 @@ def watch(own: Namespace, words: list[str]) -> int:
     _check(own, words)
     result = own.report and read_measures(own.report, own.drafter)
     with closing(claim(own.state.parent / f".{own.state.name}.lock", elsewhere="--state")):
-        state = _read_state(own.state)
+        again = "name another file with --state, or remove it to begin anew"
+        state = read_current(State, read_json(own.state, again), str(own.state), again) if own.state.exists() else None
         source = _source(own, result)
         if state is None:
             state = State(source.name)
@@ -95,11 +95,6 @@ def _source(own: Namespace, result: "tuple[str, Measures, Result] | None") -> So
     if names := [own.model] if own.model else [result[2].target.path] if result else []:
         server.find_model(names, "say with --model how the server calls it")
     return ServerSource(server)
-
-
-def _read_state(path: Path) -> State | None:
-    again = "name another file with --state, or remove it to begin anew"
-    return read_current(State, read_json(path, again), str(path), again) if path.exists() else None
 
 
 def _keeper(own: Namespace) -> Keeper | None:
@@ -151,23 +146,21 @@ def _follow(
         state.position = source.position
         bar.update(int(_requests(state)) - bar.n)
         if keeper is not None:
-            learned = {name: one.baseline.tau for name, one in state.slices.items() if one.baseline is not None}
-            keeper.add(by_slice, learned)
+            keeper.add(by_slice, {name: one.baseline.tau for name, one in state.slices.items() if one.baseline})
         write_json(own.state, asdict(state))
         if own.prometheus is not None:
             write_text(own.prometheus, prometheus(state.slices))
-        alarms = [one.alarm for one in state.slices.values() if one.alarm is not None]
-        if alarms and not own.go_on:
-            return CODES[min(alarms, key=lambda alarm: CODES[alarm])]
-        if (own.once and not events) or (own.requests is not None and _requests(state) >= own.requests):
-            return CODES[min(alarms, key=lambda alarm: CODES[alarm])] if alarms else 0
+        code = min((CODES[one.alarm] for one in state.slices.values() if one.alarm is not None), default=0)
+        enough = own.requests is not None and _requests(state) >= own.requests
+        if (code and not own.go_on) or (own.once and not events) or enough:
+            return code
         if own.records is None or not events:
             time.sleep(own.every)
 
 
 def _requests(state: State) -> float:
     """Return the requests so far; where they are not known, the intervals."""
-    return sum(one.observations if one.requests is None else one.requests for one in state.slices.values())
+    return sum(one.told for one in state.slices.values())
 
 
 def _take(
@@ -206,17 +199,14 @@ def _learned(name: str, one: Watched) -> str:
         sees = f"a fall of {FALL:.0%} may never be seen: the first requests differ too much, so give more of them with --baseline"
     else:
         within = one.in_requests(base.low.within)
-        sees = f"a fall of {FALL:.0%} is seen within about {within:,.0f} {_units(one)}"
+        units = "intervals" if one.requests is None else "requests"
+        sees = f"a fall of {FALL:.0%} is seen within about {within:,.0f} {units}"
         if within > WITHIN and base.low.within > 100:
             sees += f", later than {WITHIN:,}: --baseline with more requests, or tags of slices, make that faster"
     return (
         f"{name}: the first {base.observations:,} {'intervals' if one.requests != one.observations else 'requests'} have tau {base.tau:.3f}, known "
         f"to {base.tau - base.low.tau:.3f}; {sees}."
     )
-
-
-def _units(one: Watched) -> str:
-    return "intervals" if one.requests is None else "requests"
 
 
 def _beside(name: str, one: Watched, result: "tuple[str, Measures, Result] | None") -> str:
@@ -274,34 +264,36 @@ def _summary(name: str, one: Watched) -> str:
 
 def prometheus(slices: dict[str, Watched]) -> str:
     """Return the state of slices in Prometheus' text format, for node_exporter's textfile collector."""
-    rows: dict[str, tuple[str, str, list[tuple[str, float]]]] = {
-        name: (kind, text, [])
-        for name, kind, text in (
-            ("requests_total", "counter", "Requests, or intervals where a log tells no requests."),
-            ("rounds_total", "counter", "Target passes over a draft."),
-            ("tokens_total", "counter", "Tokens of these rounds, bonus tokens included."),
-            ("baseline_tau", "gauge", "Tokens of a round in the first requests."),
-            ("evidence", "gauge", "Evidence of a change as a share of that of an alarm, by direction."),
-            ("alarm", "gauge", "1 where acceptance has changed, by direction."),
-        )
-    }
-    for name, one in slices.items():
-        escaped = name.replace("\\", r"\\").replace('"', r"\"")
-        label = f'slice="{escaped}"'
-        values: Iterable[tuple[str, float]] = (
-            ("requests_total", one.observations if one.requests is None else one.requests),
-            ("rounds_total", one.rounds),
-            ("tokens_total", one.tokens),
-            *([("baseline_tau", one.baseline.tau)] if one.baseline is not None else []),
-        )
-        for key, value in values:
-            rows[key][2].append((label, value))
-        for side, of in one.sides.items():
-            by = f'{label},direction="{side}"'
-            rows["evidence"][2].append((by, sum(of.evidence) / len(of.evidence) / limit(one.share)))
-            rows["alarm"][2].append((by, float(one.alarm == side)))
     written = ""
-    for key, (kind, text, samples) in rows.items():
+    for key, kind, text, values in _METRICS:
         written += f"# HELP draftsmith_watch_{key} {text}\n# TYPE draftsmith_watch_{key} {kind}\n"
-        written += "".join(f"draftsmith_watch_{key}{{{labels}}} {value:.10g}\n" for labels, value in samples)
+        for name, one in slices.items():
+            label = name.replace("\\", r"\\").replace('"', r"\"")
+            for more, value in values(one).items():
+                written += f'draftsmith_watch_{key}{{slice="{label}"{more}}} {value:.10g}\n'
     return written
+
+
+def _evidence(one: Watched) -> dict[str, float]:
+    shares = {side: sum(of.evidence) / len(of.evidence) for side, of in one.sides.items()}
+    return {f',direction="{side}"': share / limit(one.share) for side, share in shares.items()}
+
+
+_METRICS: tuple[tuple[str, str, str, Callable[[Watched], dict[str, float]]], ...] = (
+    ("requests_total", "counter", "Requests, or intervals where a log tells no requests.", lambda one: {"": one.told}),
+    ("rounds_total", "counter", "Target passes over a draft.", lambda one: {"": one.rounds}),
+    ("tokens_total", "counter", "Tokens of these rounds, bonus tokens included.", lambda one: {"": one.tokens}),
+    (
+        "baseline_tau",
+        "gauge",
+        "Tokens of a round in the first requests.",
+        lambda one: {"": one.baseline.tau} if one.baseline else {},
+    ),
+    ("evidence", "gauge", "Evidence of a change as a share of that of an alarm, by direction.", _evidence),
+    (
+        "alarm",
+        "gauge",
+        "1 where acceptance has changed, by direction.",
+        lambda one: {f',direction="{side}"': float(one.alarm == side) for side in one.sides},
+    ),
+)

@@ -78,11 +78,8 @@ class HeadCost:
     """
 
     def __init__(self, method: str, options: Any, target: TargetShape, path: str = "", rank: int | None = None) -> None:
-        self._target, self._texts, self.guessed = (
-            _ShapeTarget(target.model, path=path, fingerprint=""),
-            dict[str, TextCost](),
-            "",
-        )
+        self._target = _ShapeTarget(target.model, path=path, fingerprint="")
+        self._texts, self.guessed = dict[str, TextCost](), ""
         self._window = min((w for w in target.windows if w is not None), default=None)
         self.draft_vocab = min(draft_vocab_size_of(options) or target.vocab, target.vocab)
         vocab = torch.arange(self.draft_vocab) if self.draft_vocab < target.vocab else None
@@ -164,15 +161,8 @@ class HeadCost:
         products = meter.products - 3 * 2 * (self.rank or 0) * self.adapted
         # Of a few rows there is one piece alone.
         per_logit = most[0] / whole if whole == half else max(0.0, (most[0] - most[1]) / (whole - half))
-        return TextCost(
-            products,
-            meter.attention,
-            forward - copies,
-            alive - copies - ready,
-            most[0] - per_logit * whole,
-            per_logit,
-            logits,
-        )
+        kept, fixed = alive - copies - ready, most[0] - per_logit * whole
+        return TextCost(products, meter.attention, forward - copies, kept, fixed, per_logit, logits)
 
 
 def gradients_ready(total: Tensor) -> int:
@@ -264,14 +254,8 @@ def _learns(x: Tensor) -> bool:
     return x.requires_grad or (x._base is not None and x._base.requires_grad)
 
 
-_FACTORS = {
-    aten.mm.default: 0,
-    aten.mm.out: 0,
-    aten.bmm.default: 0,
-    aten.addmm.default: 1,
-    aten.addmm.out: 1,
-    aten._grouped_mm.default: 0,
-}
+_FACTORS = dict.fromkeys((aten.mm.default, aten.mm.out, aten.bmm.default, aten._grouped_mm.default), 0)
+_FACTORS |= dict.fromkeys((aten.addmm.default, aten.addmm.out), 1)
 """Products, and where the first of their two factors stands among the arguments."""
 
 

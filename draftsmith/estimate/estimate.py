@@ -122,12 +122,8 @@ def _measured(estimate: Estimate, rates: Rates) -> list[str]:
 def _evaluation(estimate: Estimate, one: str) -> str:
     """Say what the evaluation measures, and how long its parts take. one: on what."""
     spec, found = estimate.recipe.evaluate, EvaluationEstimate(estimate)
-    many = [
-        (found.count, "prompt"),
-        (len(spec.temperatures), "temperature"),
-        (spec.repeats, "repeat"),
-        (len(found.ways), "drafter"),
-    ]
+    counts = found.count, len(spec.temperatures), spec.repeats, len(found.ways)
+    many = zip(counts, ("prompt", "temperature", "repeat", "drafter"), strict=True)
     prompts, temperatures, repeats, drafters = (f"{n} {word}{'s' if n > 1 else ''}" for n, word in many)
     parts = ", ".join(f"{name} {readable_time(seconds)}" for name, seconds in found.parts.items())
     uncounted = " (assumed, as they are not on this machine)" if estimate.prompts.keys() == UNCOUNTED.keys() else ""

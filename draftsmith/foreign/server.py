@@ -27,6 +27,13 @@ MOST_LINES = 100_000
 SHORT, LONGEST, WHOLE = 30, 600, 3600
 """Seconds within which a server has said what it serves, and has answered; within which it goes on with an answer that it sends in
 lines, and has sent all of it."""
+VLLM, LLAMA_CPP, SGLANG = "vLLM", "llama.cpp", "SGLang"
+_ABOUT = {
+    VLLM: ("/version", "version"),
+    LLAMA_CPP: ("/props", "build_info"),
+    SGLANG: ("/get_server_info", "version"),
+}
+"""Where an engine tells its version, and under which key."""
 _SAMPLE = re.compile(r"^([\w:]+)(?:\{(.*)\})? (\S+)", re.MULTILINE)
 """A line of /metrics: name, labels, value."""
 _REMEDY = "name the address of vLLM or of llama-server itself"
@@ -107,10 +114,20 @@ class ModelServer:
                     )
         return found
 
-    def version(self, path: str, key: str, absent: Sequence[int] = ()) -> str | None:
-        """Return how the server names its version under `key` of the object at `path`; None where its status is one of `absent`."""
-        text = self.get(path, absent)
-        return one_line(str(self.parse(text, path).get(key)), 40) if text else None
+    def metrics(self) -> str:
+        """Return the page /metrics, empty where the server has none."""
+        return self.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
+
+    def sums(self, page: str, names: Collection[str]) -> list[float]:
+        """Return what a page of /metrics says of each of `names`, over all labels."""
+        return [sum(by_labels.values()) for by_labels in self.counters(page, names).values()]
+
+    def find_engine(self) -> tuple[str, str]:
+        """Return which engine the server says it is, and its version; empty strings for an unknown one."""
+        for engine, (path, key) in _ABOUT.items():
+            if text := self.get(path, absent=(404, 405, 501)):
+                return engine, one_line(str(self.parse(text, path).get(key)), 40)
+        return "", ""
 
     def find_model(self, names: Sequence[str], remedy: str) -> str:
         """Return by which of its names the server is asked for the model called one of `names`, for its first where there are none.

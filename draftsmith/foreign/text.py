@@ -144,16 +144,8 @@ def read_json_lines(path: Path | str, remedy: str) -> Iterator[tuple[int, Any]]:
 
 def kind_of(value: Any) -> str:
     """Return what a JSON value is, in words: "a list", "null"."""
-    if value is None:
-        return "null"
-    kinds = {
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "a text",
-        list: "a list",
-        dict: "an object",
-    }
+    kinds: dict[type, str] = {bool: "true or false", str: "a text", list: "a list", dict: "an object"}
+    kinds |= {int: "a number", float: "a number", type(None): "null"}
     return kinds.get(type(value), type(value).__name__)
 
 
@@ -174,12 +166,8 @@ def _check_depth(value: Any) -> None:
     """Raise RecursionError for lists and objects nested too deep; level by level, as a tokenizer.json has a million values."""
     level = [value] if isinstance(value, list | dict) else []
     for _ in range(MOST_DEPTH):
-        level = [
-            item
-            for one in level
-            for item in (one if isinstance(one, list) else one.values())
-            if isinstance(item, (list, dict))
-        ]
+        inside = [item for one in level for item in (one if isinstance(one, list) else one.values())]
+        level = [item for item in inside if isinstance(item, list | dict)]
     if level:
         raise RecursionError
 

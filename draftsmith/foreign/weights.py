@@ -183,7 +183,13 @@ def _read_header(reader: _Reader, file: Path) -> GgufHeader:
         if key in metadata:
             raise ValueError(f"it holds {key[:80]!r} twice")
         metadata[key] = reader.value(*reader.numbers("I"))
-    kinds = _kinds()
+    try:
+        from gguf import GGML_QUANT_SIZES
+    except ImportError as error:
+        raise UserError(
+            'GGUF files need the Python package gguf, which is not installed: `pip install "draftsmith[gguf]"`.'
+        ) from error
+    kinds = {kind.value: (kind.name, sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
     offsets = [_read_span(reader, file, kinds) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 8 or alignment % 8:
@@ -218,14 +224,3 @@ def _read_span(reader: _Reader, file: Path, kinds: Kinds) -> TensorSpan:
     if not all(shape) or (shape[-1] if shape else 1) % block:
         raise ValueError(f"{named} has the shape {list(shape)}, which {kind} cannot have")
     return TensorSpan(name, kind, shape, file, offset, math.prod(shape) // block * size)
-
-
-def _kinds() -> Kinds:
-    """Return the types of tensors. Raises UserError where the package that knows them is not installed."""
-    try:
-        from gguf import GGML_QUANT_SIZES
-    except ImportError as error:
-        raise UserError(
-            'GGUF files need the Python package gguf, which is not installed: `pip install "draftsmith[gguf]"`.'
-        ) from error
-    return {kind.value: (kind.name, sizes) for kind, sizes in GGML_QUANT_SIZES.items()}

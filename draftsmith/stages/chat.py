@@ -50,7 +50,12 @@ class Chat:
         self.sampling = spec.sampling(spec.temperatures[0] if temperature is None else temperature)
         self.target = session.target_in(spec.dtype)
         self.begin = [] if system is None else [{"role": "system", "content": system}]
-        self._check_system()
+        messages, template = [*self.begin, _user("Hello")], self.session.recipe.data.template
+        text = render_text(self.session.tokenizer, messages, generation_prompt=True, **template)
+        if any(message["content"] not in text for message in self.begin):
+            raise UserError(
+                f"--system: the chat template of {self.target.path} leaves the system text out: say it in your first question."
+            )
         self.reset()
         head = load_fitting(folder, self.target, session.warn).deployed(self.target).to(self.target.dtype)
         ways = ways_to_draft(spec, head.method, head, self.target, session.warn, compared=False)
@@ -143,15 +148,6 @@ class Chat:
         if answer.request.max_new_tokens < most:
             return f"; cut, as the context of {self.context} tokens is full: /reset begins anew"
         return f"; cut at evaluate.max_new_tokens ({most})"
-
-    def _check_system(self) -> None:
-        """Raise UserError where the chat template refuses the system text, or leaves it out."""
-        messages, template = [*self.begin, _user("Hello")], self.session.recipe.data.template
-        text = render_text(self.session.tokenizer, messages, generation_prompt=True, **template)
-        if any(message["content"] not in text for message in self.begin):
-            raise UserError(
-                f"--system: the chat template of {self.target.path} leaves the system text out: say it in your first question."
-            )
 
     def _warm_up(self) -> None:
         """Write a few tokens both ways, as first passes are slow."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.answers.generate import read_answers, regenerate
-from draftsmith.data.answers.served import AnswerServer, Likeness, likeness
+from draftsmith.data.answers.served import AnswerServer, likeness
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_all, tokenize_conversation
@@ -47,7 +47,7 @@ def answer_inputs(session: Session) -> dict[str, Any]:
         "data": fingerprint_fields(recipe.data, left_out),
         "answers": fingerprint_fields(
             recipe.answers, ("servers", "served_name")
-        ),  # who answered changes no distribution
+        ),  # who answers changes no distribution
         "seed": recipe.seed,
     }
 
@@ -159,27 +159,28 @@ def _finish_answers(
     session: Session, path: Path, servers: Sequence[AnswerServer], seconds: float, before: int, *, resumed: bool
 ) -> None:
     """Record the answers. before: how many warnings there were that are not about them."""
-    samples = read_answers(path).samples
-    facts = _count(samples) | {"seconds": seconds}
+    samples, slices = read_answers(path).samples, dict[str, list[tuple[int, ...]]]()
+    for sample in samples:
+        slices.setdefault(sample.slice, []).append(tuple(sample.ids[sample.mask].tolist()))
+    facts: dict[str, Any] = {
+        "answers": len(samples),
+        "output_tokens": sum(int(s.mask.sum()) for s in samples),
+        "distinct_share": {name: len(set(texts)) / len(texts) for name, texts in sorted(slices.items())},
+        "seconds": seconds,
+    }
     if servers:
-        facts["servers"] = [server.engine for server in servers]
-        facts["likeness"] = asdict(_compare(session, samples))
+        measured = likeness(session.target, samples, session.recipe.answers.sampling)
+        facts |= {"servers": [server.engine for server in servers], "likeness": asdict(measured)}
+        if measured.differs:
+            session.warn(
+                f"the servers' answers are not the target's own: {measured}; serve the recipe's target in its dtype, unquantized and without "
+                "settings of its own for sampling, or name as target what is served."
+            )
+        else:
+            say(f"answers: the servers' are samples of the target: {measured}")
     session.finish("answers", facts | {"warnings": session.warnings[before:]})
     part = "the rest of them " if resumed else ""
     say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens, {part}in {seconds:.0f} s, {path}")
-
-
-def _compare(session: Session, samples: Sequence[Tokenized]) -> Likeness:
-    """Warn if the servers' answers are not the target's; return how alike they are."""
-    measured = likeness(session.target, samples, session.recipe.answers.sampling)
-    if measured.differs:
-        session.warn(
-            f"the servers' answers are not the target's own: {measured}; serve the recipe's target in its dtype, unquantized and without "
-            "settings of its own for sampling, or name as target what is served."
-        )
-    else:
-        say(f"answers: the servers' are samples of the target: {measured}")
-    return measured
 
 
 def _grow(session: Session, stage: str, inputs: dict[str, Any], keys: set[str]) -> None:
@@ -211,18 +212,6 @@ def _grow(session: Session, stage: str, inputs: dict[str, Any], keys: set[str]) 
 def answers_file(session: Session) -> Path:
     """Return the file of the target's answers, whether it is there or not."""
     return session.recipe.data_path / "answers.jsonl"
-
-
-def _count(samples: list[Tokenized]) -> dict[str, Any]:
-    """Count answers and tokens, and the share of distinct answers per slice."""
-    slices: dict[str, list[tuple[int, ...]]] = {}
-    for sample in samples:
-        slices.setdefault(sample.slice, []).append(tuple(sample.ids[sample.mask].tolist()))
-    return {
-        "answers": len(samples),
-        "output_tokens": sum(int(s.mask.sum()) for s in samples),
-        "distinct_share": {name: len(set(texts)) / len(texts) for name, texts in sorted(slices.items())},
-    }
 
 
 def load_samples(session: Session, answers: Path | None, count: int | None = None) -> list[Tokenized]:

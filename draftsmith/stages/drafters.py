@@ -196,9 +196,8 @@ def select_drafters(
                 f"evaluate.drafts, tree {draft.tree}: heads names {unknown[0]!r}, but the heads measured are "
                 f"{', '.join(heads)}: choose among these."
             )
-    drafters = [
-        c for name, head in heads.items() for c in ways_to_draft(spec, name, head, target, warn, compared=compared)
-    ]
+    found = [ways_to_draft(spec, *one, target, warn, compared=compared) for one in heads.items()]
+    drafters = [c for of_head in found for c in of_head]
     for draft in spec.drafts:
         if (rule := draft.rule(spec.max_k)) is not None and not any(c.rule == rule for c in drafters):
             key = f"floors {draft.floors}" if draft.floors else f"confidence_threshold {draft.confidence_threshold}"

@@ -19,24 +19,14 @@ from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.clocks.cost_table import CostTable
 from draftsmith.eval.clocks.costs import fits_in_memory, measure_costs
-from draftsmith.eval.clocks.turns import Repeats, Turns, run_systems
+from draftsmith.eval.clocks.turns import Repeats, run_systems
 from draftsmith.eval.drafters.baselines import plain
 from draftsmith.eval.drafters.system import SystemUnderTest, simulate_systems
 from draftsmith.eval.measure.measure import measure_pick, summarize
 from draftsmith.eval.measure.texts import Originals, Text, Texts, collect_texts, compare_texts, distinct, judge_answer
 from draftsmith.eval.planner.plan import round_cost
 from draftsmith.eval.results.conditions import Thinking
-from draftsmith.eval.results.result import (
-    WARNING,
-    Costs,
-    Example,
-    Lossless,
-    Pick,
-    Piece,
-    Result,
-    Settings,
-    TargetInfo,
-)
+from draftsmith.eval.results.result import WARNING, Costs, Example, Lossless, Pick, Piece, Result, Settings, TargetInfo
 from draftsmith.eval.simulate.answers import SIMULATED_BATCH, answer_alone
 from draftsmith.foreign.records import Journal
 from draftsmith.machine import environment
@@ -90,7 +80,11 @@ def decode_drafters(
     systems = at_temperature(evaluation.drafters, sampling)
     costs = _costs(evaluation, systems, sampling, journal)
     chosen = [] if table is None else choose_lengths(evaluation, systems, sampling, table, journal)
-    turns = _decode_in_turns(evaluation, systems, chosen, sampling, journal)
+    torch.manual_seed(evaluation.recipe.seed)  # which `generate` draws from
+    repeats = [evaluation.prompts.repeat(number) for number in range(spec.repeats)]
+    generated = [plain(target)] if spec.generate and spec.batch == 1 else []
+    picks: list[Any] = [*(one.system for one in chosen), *generated]
+    turns = run_systems(target, systems, repeats, sampling, batch=spec.batch, picks=picks, journal=journal)
     drafters, off_text, examples = {}, {}, list[Example]()
     originals = Originals(target, distinct(turns.by_name[""], sampling), evaluation.judge)
     for c in systems:
@@ -102,8 +96,8 @@ def decode_drafters(
         # Every slice for the first drafter, one for the others.
         examples += _examples(evaluation, c.name, texts.texts)[: None if c is systems[0] else 1]
     result = _make_result(evaluation, sampling, off_text, batch=spec.batch, repeats=spec.repeats)
-    picks = _picks(target, systems, chosen, turns.by_name, sampling)
-    return replace(result, drafters=drafters, costs=costs, examples=tuple(examples), picks=picks, clocks=turns.clocks)
+    reached = _picks(target, systems, chosen, turns.by_name, sampling)
+    return replace(result, drafters=drafters, costs=costs, examples=tuple(examples), picks=reached, clocks=turns.clocks)
 
 
 @dataclass(frozen=True)
@@ -172,26 +166,6 @@ def _costs(evaluation: Evaluation, systems: list[SystemUnderTest], sampling: Sam
     costs = measure_costs(target, systems, context, sampling, rows=evaluation.recipe.evaluate.batch)
     journal.add("costs", asdict(costs))
     return costs
-
-
-def _decode_in_turns(
-    evaluation: Evaluation,
-    systems: list[SystemUnderTest],
-    chosen: Sequence[Candidate],
-    sampling: Sampling,
-    journal: Journal,
-) -> Turns:
-    spec, target, prompts = evaluation.recipe.evaluate, evaluation.target, evaluation.prompts
-    torch.manual_seed(evaluation.recipe.seed)  # which `generate` draws from
-    return run_systems(
-        target,
-        systems,
-        [prompts.repeat(number) for number in range(spec.repeats)],
-        sampling,
-        batch=spec.batch,
-        picks=[*(one.system for one in chosen), *([plain(target)] if spec.generate and spec.batch == 1 else [])],
-        journal=journal,
-    )
 
 
 def _with_equality(

@@ -59,11 +59,8 @@ def check_adapter(recipe: Recipe, head: DraftHead) -> None:
         raise UserError(f"export.adapter is {adapter!r}, but {head.method} heads come with no adapter: leave it out.")
     if adapter == "keep" and "tuned" in head.trains.outputs:
         layout = export_options(recipe, head.method)["layout"]
-        serve = [
-            name
-            for name, known in layouts_of(head.method).items()
-            if any(ENGINES[engine].serves_adapters for engine in known.engines)
-        ]
+        known = layouts_of(head.method).items()
+        serve = [name for name, one in known if any(ENGINES[engine].serves_adapters for engine in one.engines)]
         if layout not in serve:
             raise UserError(
                 f"export.adapter is 'keep', but no engine that reads the layout {layout!r} drafts for a target with an "

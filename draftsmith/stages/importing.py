@@ -4,6 +4,7 @@ Nothing in the files says whether the layer reads the target's states behind its
 the wrong ones give drafts that look right and are accepted less.
 """
 
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -68,13 +69,8 @@ def import_layer(session: Session, folder: Path | None = None) -> Path:
 
 def _some(samples: list[Tokenized]) -> list[Tokenized]:
     """Return the first samples that make about `_ROWS` tokens."""
-    total, kept = 0, list[Tokenized]()
-    for sample in samples:
-        if kept and total >= _ROWS:
-            break
-        kept.append(sample)
-        total += len(sample.ids)
-    return kept
+    before = accumulate((len(sample.ids) for sample in samples), initial=0)
+    return [sample for sample, tokens in zip(samples, before, strict=False) if tokens < _ROWS]
 
 
 def is_unsettled(one: Tensor, other: Tensor) -> bool:

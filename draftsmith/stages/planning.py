@@ -3,12 +3,11 @@
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 
 from draftsmith.decoder.cache import entry_bytes, layer_shapes
-from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.clocks.costs import measure_table
@@ -48,28 +47,20 @@ def contexts_of(
     return sorted({max(2, min(length, longest)) for length in contexts})
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """What a table of costs is to hold, at the recipe's first temperature. places: (batch, context)."""
-
-    systems: list[SystemUnderTest]
-    sampling: Sampling
-    places: set[tuple[int, int]]
-
-
-def _grid(evaluation: Evaluation) -> _Grid:
+def _grid(evaluation: Evaluation) -> tuple[list[SystemUnderTest], set[tuple[int, int]]]:
+    """Return what a table of costs is to hold, at the recipe's first temperature: drafters, and places (batch, context)."""
     spec, prompts = evaluation.recipe.evaluate, evaluation.prompts
-    sampling = spec.sampling(spec.temperatures[0])
-    systems = [c for c in at_temperature(evaluation.drafters, sampling) if c.fixed_length]
+    drafters = at_temperature(evaluation.drafters, spec.sampling(spec.temperatures[0]))
+    systems = [c for c in drafters if c.fixed_length]
     deepest = max([spec.max_k, *(c.nodes(c.max_k) for c in systems)])
     contexts = contexts_of(spec, prompts, evaluation.target.context_length, deepest)
-    return _Grid(systems, sampling, set(product({*spec.plan_batches, spec.batch}, contexts)))
+    return systems, set(product({*spec.plan_batches, spec.batch}, contexts))
 
 
 def has_costs(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Callable[[str], None]) -> bool:
     """Return whether the table of a finished evaluation, of whatever machine, holds all that the recipe plans for; what it holds
     besides is taken out then."""
-    places, table = _grid(evaluation).places, _read_kept(path, warn)
+    places, table = _grid(evaluation)[1], _read_kept(path, warn)
     if table is None or table.lacks(places):
         return False
     _trim(table, places, path, run)
@@ -79,21 +70,21 @@ def has_costs(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Calla
 def costs_of_run(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Callable[[str], None]) -> CostTable:
     """Return the costs that an evaluation plans with, in `path` too: what an earlier one left there is measured again where it is of
     another machine, or of other packages, and what it lacks is added."""
-    table, target, grid = _read_kept(path, warn), evaluation.target, _grid(evaluation)
+    table, target, (systems, places) = _read_kept(path, warn), evaluation.target, _grid(evaluation)
     if table is None:
         return measure_and_keep(evaluation, path)
-    machine, names = environment(), [c.name for c in grid.systems]
+    machine, names = environment(), [c.name for c in systems]
     read = target.weight_bytes // target.shares
     asked = (target.fingerprint, target.dtype_name, read, machine["hardware"], machine["versions"], names)
-    others = [c.name for c in grid.systems if c.name in table.drafts and c.info.unlike(table.drafts[c.name])]
+    others = [c.name for c in systems if c.name in table.drafts and c.info.unlike(table.drafts[c.name])]
     of, where = (table.target.fingerprint, table.dtype, table.weights_bytes), (table.hardware, table.versions)
     if target.agreed(lambda: bool(others) or asked != (*of, *where, table.drafters)):
         say(f"costs: {path} is of another machine, of other packages or of other drafters, and is measured again")
         return measure_and_keep(evaluation, path)
-    if table.lacks(grid.places):
+    if table.lacks(places):
         return measure_and_keep(evaluation, path, table)
-    target.agreed(lambda: _trim(table, grid.places, path, run))
-    return table.only(grid.places)
+    target.agreed(lambda: _trim(table, places, path, run))
+    return table.only(places)
 
 
 def _read_kept(path: Path, warn: Callable[[str], None]) -> CostTable | None:
@@ -123,14 +114,14 @@ def measure_and_keep(evaluation: Evaluation, path: Path, kept: CostTable | None 
     machine could do.
 
     kept: what is not timed again. Raises UserError where no batch and context fits in memory."""
-    grid = _grid(evaluation)
+    (systems, places), spec = _grid(evaluation), evaluation.recipe.evaluate
     table = measure_table(
         evaluation.target,
         evaluation.info,
-        grid.systems,
+        systems,
         evaluation.prompts.median.prompt_ids,
-        grid.sampling,
-        places=grid.places,
+        spec.sampling(spec.temperatures[0]),
+        places=places,
         command=shlex.join(["draftsmith", *sys.argv[1:]]),
         kept=kept,
     )

@@ -254,7 +254,12 @@ class RunDirectory:
         """Raise UserError where `set_aside` would, for files of others and for want of room, before other stages are made."""
         self.check_ours()
         for name in (later := [name for name in FOLLOWERS[redo] if name in self._stages]):
-            self._check_inside(name)
+            for entry in self._files_of(name):
+                for path in sorted(entry.rglob("*")) if entry.is_dir() and not entry.is_symlink() else ():
+                    if not path.is_dir() and not INSIDE.fullmatch(path.relative_to(self.path).as_posix()):
+                        raise UserError(
+                            f"{one_line(path)} was not made by draftsmith, but --redo would remove it with {entry.name}: move it away."
+                        )
         if "features" in later:
             self._check_room()
 
@@ -350,15 +355,6 @@ class RunDirectory:
             for one in (folder / EARLIER, folder):
                 if one != self.path and one.is_dir() and not any(one.iterdir()):
                     one.rmdir()
-
-    def _check_inside(self, stage: str) -> None:
-        """Raise UserError for files of others in the folders that a stage makes as a whole."""
-        for entry in self._files_of(stage):
-            for path in sorted(entry.rglob("*")) if entry.is_dir() and not entry.is_symlink() else ():
-                if not path.is_dir() and not INSIDE.fullmatch(path.relative_to(self.path).as_posix()):
-                    raise UserError(
-                        f"{one_line(path)} was not made by draftsmith, but --redo would remove it with {entry.name}: move it away."
-                    )
 
     def _check_room(self) -> None:
         """Raise UserError where new hidden states would not fit beside those that are there."""

@@ -160,14 +160,9 @@ class Session:
             return None
         if (record := self.data.record("features")) is None or record.state != "done":
             return None
-        parts = open_parts(
-            self.target_path,
-            recipe.data_path / "features" / PARTS,
-            dtype=recipe.target.dtype,
-            device=self.device,
-            attn_implementation=recipe.target.attn_implementation,
-            trust_remote_code=recipe.target.trust_remote_code,
-        )
+        settings = {key: getattr(recipe.target, key) for key in ("dtype", "attn_implementation", "trust_remote_code")}
+        folder = recipe.data_path / "features" / PARTS
+        parts = open_parts(self.target_path, folder, device=self.device, **settings)
         # A head that reads other layers than the store has is told of by what needs them.
         return parts if parts and parts.layer_ids.issuperset(layer_ids_of(recipe.head, parts)) else None
 

@@ -82,7 +82,17 @@ def prepare_training(session: Session, samples: Sequence[Tokenized]) -> Start:
     longest = max(len(samples[i].ids) for i in train)
     head = initial_head(session, warm, vocab, samples)
     if warm is not None and session.recipe.train.resize:
-        _say_resized(session, head, warm)
+        ours, theirs = (one.describe().get("options", {}) for one in (head, warm))
+        changed = [
+            f"head.{key} {theirs.get(key)} -> {ours[key]}"
+            for key in RESIZED
+            if key in ours and ours[key] != theirs.get(key)
+        ]
+        names, known = head.state_dict().keys(), warm.state_dict().keys()
+        say(
+            f"training: starts from {session.recipe.train.warm_start}, {', '.join(changed) or 'of the same sizes'}; "
+            f"{len(names - known)} tensors are new, {len(known - names)} left out"
+        )
     return Start(head, train, heldout, covered, longest)
 
 
@@ -285,21 +295,6 @@ def _continued(session: Session, warm: DraftHead, draft_vocab: Tensor | None) ->
         )
     alpha = spec.lora_alpha or 2.0 * spec.lora_rank
     return adapt(head, DraftAdapter(spec.lora_rank, alpha, base.resolve(), head_digest(base)))
-
-
-def _say_resized(session: Session, head: DraftHead, warm: DraftHead) -> None:
-    """Say which sizes are others than those of the head that training starts from."""
-    ours, theirs = (one.describe().get("options", {}) for one in (head, warm))
-    changed = [
-        f"head.{key} {theirs.get(key)} -> {ours[key]}"
-        for key in RESIZED
-        if key in ours and ours[key] != theirs.get(key)
-    ]
-    names, known = head.state_dict().keys(), warm.state_dict().keys()
-    say(
-        f"training: starts from {session.recipe.train.warm_start}, {', '.join(changed) or 'of the same sizes'}; "
-        f"{len(names - known)} tensors are new, {len(known - names)} left out"
-    )
 
 
 def _check_size(session: Session) -> None:

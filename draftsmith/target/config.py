@@ -130,9 +130,8 @@ def check_layer_types(path: str, config: Any, model_class: type | None) -> None:
     """
     types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     odd = sorted(set(types) - _MASKED)
-    recurrent = [
-        one for one in odd if issubclass(DYNAMIC_LAYER_TYPE_MAPPING.get(one, object), LinearAttentionCacheLayerMixin)
-    ]
+    caches = {one: DYNAMIC_LAYER_TYPE_MAPPING.get(one, object) for one in odd}
+    recurrent = [one for one, cache in caches.items() if issubclass(cache, LinearAttentionCacheLayerMixin)]
     # A class of hybrids may be configured without any layer that has a state.
     if recurrent or (getattr(model_class, "_is_stateful", False) and (odd or not types)):
         layers = f"layers of type {', '.join(recurrent or odd)}" if odd else "layers"
@@ -156,11 +155,8 @@ def attention_of(config: Any, asked: str) -> str:
 
 def opener_of(config: Any) -> Any:
     """Return the class of transformers that opens such a model: one that reads images is read by its text alone."""
-    images = (
-        config.model_type
-        in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
-    )
-    return AutoModelForImageTextToText if images else AutoModelForCausalLM
+    images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.keys() - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    return AutoModelForImageTextToText if config.model_type in images else AutoModelForCausalLM
 
 
 def _class_of(config: Any) -> type | None:

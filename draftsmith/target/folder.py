@@ -250,9 +250,8 @@ def hash_tensor(span: TensorSpan) -> str:
 def read_directory(directory: Path) -> list[TensorSpan]:
     """Return the tensors of the weights in `directory` by name. Raises UserError for a damaged or missing weight file, and where two
     files hold one tensor with other values."""
-    spans = sorted(
-        (span for file in weight_files(directory) for span in read_header(file, _TARGET)), key=lambda span: span.name
-    )
+    found = (span for file in weight_files(directory) for span in read_header(file, _TARGET))
+    spans = sorted(found, key=lambda span: span.name)
     for one, other in itertools.pairwise(spans):
         if one.name == other.name and hash_tensor(one) != hash_tensor(other):
             raise UserError(

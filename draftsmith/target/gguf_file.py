@@ -315,7 +315,7 @@ def _split_digits(target: GgufTarget, tokenizer: Any) -> None:
     else:
         say(
             f"warning: {target.path} splits text as {kind!r}, which is not known here: it is split as GPT-2 does, so that some "
-            "texts may be other tokens than in llama.cpp: compare its llama-tokenize with `draftsmith inspect`.",
+            "texts may be other tokens than in llama.cpp: compare its llama-tokenize with `draftsmith inspect`."
         )
 
 

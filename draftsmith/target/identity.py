@@ -188,9 +188,8 @@ def compare(recorded: TargetIdentity, now: TargetIdentity) -> list[Difference]:
     if "eos" in differ:
         ids = f"{list(now.eos_ids or ())} instead of {list(recorded.eos_ids or ())}"
         meaning = f"other end-of-answer tokens, {ids}, so answers end elsewhere than when the head was measured"
-        differences.append(
-            Difference("eos", "warn", meaning, "see that generation_config.json is the one you serve with")
-        )
+        remedy = "see that generation_config.json is the one you serve with"
+        differences.append(Difference("eos", "warn", meaning, remedy))
     return differences
 
 
@@ -220,11 +219,8 @@ def _known(pair: tuple[Any, Any]) -> bool:
 
 
 def _sizes(recorded: TargetIdentity, now: TargetIdentity) -> Difference:
-    changed = {
-        word: (getattr(recorded, name), getattr(now, name))
-        for name, word in SIZES.items()
-        if _known((getattr(recorded, name), getattr(now, name))) and getattr(recorded, name) != getattr(now, name)
-    }
+    pairs = {word: (getattr(recorded, name), getattr(now, name)) for name, word in SIZES.items()}
+    changed = {word: pair for word, pair in pairs.items() if _known(pair) and pair[0] != pair[1]}
     after = ", ".join(f"{b} {word}" for word, (_, b) in changed.items())
     before = ", ".join(str(a) for a, _ in changed.values())
     return Difference("sizes", "refuse", f"{after} where the head needs {before}", _THE_OTHER)

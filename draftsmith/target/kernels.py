@@ -152,12 +152,9 @@ def fuse_norms(model: nn.Module) -> None:
     """Let every norm of a frozen model be `RMSNorm` that gives the same numbers so, bit for bit, on a sample; in bf16 none does."""
     for module in model.modules():
         weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
-        if isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(eps, float) and _takes_one(module):
+        if not (isinstance(weight, Tensor) and weight.dim() == 1 and isinstance(eps, float)):
+            continue
+        if len(inspect.signature(module.forward).parameters) == 1:  # gated norms take a second input
             sample = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
             if torch.equal(module(sample), F.rms_norm(sample, weight.shape, weight, eps)):
                 module.__class__ = RMSNorm
-
-
-def _takes_one(module: nn.Module) -> bool:
-    """Whether a module is called with states alone; gated norms take a second input."""
-    return len(inspect.signature(module.forward).parameters) == 1

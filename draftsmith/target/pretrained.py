@@ -152,10 +152,9 @@ def load_config(path: str, trust_remote_code: bool = False, what: str = "the tar
     """Return the config of a local folder, a Hub name or a GGUF file. Raises UserError, which calls it `what`, where there is none."""
     if is_gguf(path):
         return open_gguf(path).read_config()
-    remedy = (
-        "check its path" if Path(path).exists() else "check its path, or for a Hub name its spelling and the network"
-    )
+    remedy = "check its path"
     if not Path(path).exists():
+        remedy += ", or for a Hub name its spelling and the network"
         why_offline()
     remote = "; it may need --target.trust_remote_code true, which runs code from its repository"
     with foreign_code(f"The config of {what} {path} cannot be read", remedy, {"trust_remote_code": remote}):
@@ -215,9 +214,8 @@ def check_taken(
     on_purpose = [re.compile(one) for one in model._keys_to_ignore_on_load_unexpected or ()]
     ignored = {s.name for s in spans if s.name not in held and any(one.search(s.name) for one in on_purpose)}
     left = (unexpected | ignored) - masks
-    modules, lost = _sorted_out(
-        left, unexpected, spans, model.config.get_text_config(decoder=True).num_hidden_layers, quantized
-    )
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    modules, lost = _sorted_out(left, unexpected, spans, layers, quantized)
     if parts := list(filter(_OF_QUANTIZED.search, lost)):
         raise UserError(
             f"The target {path} holds {_and_more(parts)}, for which {name} has no place; it is a part of quantized weights, which "
@@ -264,9 +262,8 @@ def _sorted_out(
 
     unexpected: tensors that the class does not leave on purpose. layers: of the decoder; a layer above them is MTP's, or missing.
     """
-    of_mtp = {
-        layer_name[1] for span in spans if (layer_name := _LAYER.search(span.name)) and _OF_MTP_LAYER.search(span.name)
-    }
+    names = [span.name for span in spans if _OF_MTP_LAYER.search(span.name)]
+    of_mtp = {found[1] for name in names if (found := _LAYER.search(name))}
     modules: dict[str, list[str]] = {}
     lost = []
     for name in sorted(left):

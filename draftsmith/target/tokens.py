@@ -17,17 +17,14 @@ def check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenize
     Embeddings may be padded beyond the tokenizer, so their sizes say nothing about this.
     """
     ours, theirs = _by_id(target), _by_id(draft)
-    if differing := [
-        token_id for token_id in ours.keys() | theirs.keys() if ours.get(token_id) != theirs.get(token_id)
-    ]:
+    if differing := [one for one in ours.keys() | theirs.keys() if ours.get(one) != theirs.get(one)]:
         first = min(differing)
         raise _refusal(draft_path, f"id {first} is {_named(theirs.get(first))} there and {_named(ours.get(first))}")
     for name in ("bos_token_id", "eos_token_id"):
         mine, other = getattr(target, name), getattr(draft, name)
         if mine != other:
-            raise _refusal(
-                draft_path, f"its {name} is {_named(theirs.get(other))} ({other}) and {_named(ours.get(mine))} ({mine})"
-            )
+            there = f"{_named(theirs.get(other))} ({other})"
+            raise _refusal(draft_path, f"its {name} is {there} and {_named(ours.get(mine))} ({mine})")
 
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:

@@ -113,13 +113,6 @@ def _own_probability(verify: Verify) -> Verify:
     return wrong
 
 
-def _nothing_left_out(verify: Verify) -> Verify:
-    def wrong(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, *rest: Any) -> Verdict:
-        return verify(draft, logits_BNV, _without_processing(sampling), noise, *rest)
-
-    return wrong
-
-
 @dataclass(frozen=True)
 class _Twice(Noise):
     """The number that decides on a round's first drafted token also draws every token of the target's own."""
@@ -130,11 +123,9 @@ class _Twice(Noise):
         return super().draw(stream, count)
 
 
-def _numbers_twice(verify: Verify) -> Verify:
-    def wrong(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, *rest: Any) -> Verdict:
-        return verify(draft, logits_BNV, sampling, _Twice(**vars(noise)), *rest)
-
-    return wrong
+def _given(change: Callable[[Sampling, Noise], tuple[Sampling, Noise]]) -> Callable[[Verify], Verify]:
+    """Return what lets drafts be verified with other settings, or other random numbers."""
+    return lambda verify: lambda draft, logits_BNV, *own: verify(draft, logits_BNV, *change(*own[:2]), *own[2:])
 
 
 def _others_prefix(admit: Callable[[Loop, list[int]], None]) -> Callable[[Loop, list[int]], None]:
@@ -146,32 +137,21 @@ def _others_prefix(admit: Callable[[Loop, list[int]], None]) -> Callable[[Loop, 
     return wrong
 
 
+_VERIFY = (captured, "verify")
 _PENALTY_OUT = Control(
     "penalty left out",
     "drafts are verified without the repetition penalty, or else without top-k, top-p and min-p, or else without the temperature",
-    captured,
-    "verify",
-    _nothing_left_out,
+    *_VERIFY,
+    _given(lambda sampling, noise: (_without_processing(sampling), noise)),
 )
+_RESIDUAL = "after a rejection the token comes from p, not from (p - q)+"
+_TWICE = _given(lambda sampling, noise: (sampling, _Twice(**vars(noise))))
+_PREFIX = "the target reads the keys and values of another prompt"
 CONTROLS = (
-    Control(
-        "wrong residual",
-        "after a rejection the token comes from p, not from (p - q)+",
-        captured,
-        "verify",
-        _wrong_residual,
-    ),
-    Control("draft's own probability", "a token x stays with probability q(x)", captured, "verify", _own_probability),
+    Control("wrong residual", _RESIDUAL, *_VERIFY, _wrong_residual),
+    Control("draft's own probability", "a token x stays with probability q(x)", *_VERIFY, _own_probability),
     _PENALTY_OUT,
-    Control(
-        "numbers used twice", "one uniform decides on a token and draws the next", captured, "verify", _numbers_twice
-    ),
-    Control(
-        "another prompt's prefix",
-        "the target reads the keys and values of another prompt",
-        Loop,
-        "_admit",
-        _others_prefix,
-    ),
+    Control("numbers used twice", "one uniform decides on a token and draws the next", *_VERIFY, _TWICE),
+    Control("another prompt's prefix", _PREFIX, Loop, "_admit", _others_prefix),
 )
 """The others' prefix needs neighbouring rows with different prompts."""

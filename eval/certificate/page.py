@@ -34,14 +34,10 @@ def judge_greedy(system: str, found: Lossless) -> Greedy:
     gaps = [d.logit_gap for d in found.first_divergences]
     widest = max((abs(gap) for gap in gaps if gap is not None), default=0.0)
     unlike = sum(gap is None or abs(gap) > budget for gap in gaps)
-    reasons = (
-        [
-            f"{unlike} of {found.checked} greedy answers part where the logits are up to {widest:.3g} apart, above {budget:.2g}"
-        ]
-        if unlike
-        else ["no greedy answer was compared"] * (not found.checked)
-    )
-    return Greedy(system, found.checked, found.equal, budget, widest, found.first_divergences, tuple(reasons))
+    far = f"answers part where the logits are up to {widest:.3g} apart, above {budget:.2g}"
+    reasons = (f"{unlike} of {found.checked} greedy {far}",) if unlike else ()
+    reasons = reasons if found.checked else ("no greedy answer was compared",)
+    return Greedy(system, found.checked, found.equal, budget, widest, found.first_divergences, reasons)
 
 
 @dataclass(frozen=True)
@@ -62,10 +58,9 @@ def make_certificate(
     about: dict[str, Any], design: Design, greedy: Sequence[Greedy], tested: Sequence[Outcome]
 ) -> Certificate:
     """Return the certificate, which is given where nothing speaks against it."""
-    reasons = [f"{one.system}, temperature 0: {why}" for one in greedy for why in one.reasons]
-    reasons += [
-        f"{one.system}, temperature {one.sampling.temperature:g}: {why}" for one in tested for why in one.reasons
-    ]
+    every = [(one.system, 0.0, one.reasons) for one in greedy]
+    every += [(one.system, one.sampling.temperature, one.reasons) for one in tested]
+    reasons = [f"{system}, temperature {heat:g}: {why}" for system, heat, found in every for why in found]
     return Certificate(1, not reasons, tuple(reasons), about, design, design.samples, tuple(greedy), tuple(tested))
 
 
@@ -73,9 +68,8 @@ def page(certificate: Certificate) -> str:
     """Return the page, Markdown."""
     design, about = certificate.design, certificate.about
     hardware = about["hardware"]
-    verdict = "given" if certificate.given else "NOT given"
     lines = [
-        f"# Losslessness certificate: {verdict}",
+        f"# Losslessness certificate: {'given' if certificate.given else 'NOT given'}",
         "",
         f"{about['subject']}. {about['date']}, {hardware['gpu'] or hardware['cpu']}, draftsmith {about['versions']['draftsmith']}.",
         "",
@@ -100,24 +94,13 @@ def page(certificate: Certificate) -> str:
     for row in certificate.tested:
         p, far = min(row.checks, key=lambda one: one.p), max(row.checks, key=lambda one: one.distance - one.chance)
         power = min((one.power for one in row.checks if one.freedom), default=0.0)
-        cells = [
-            row.system,
-            f"{row.sampling.temperature:g}",
-            f"{row.accepted:,}",
-            f"{row.rejected:,}",
-            f"{p.p:.2g} ({p.what})",
-        ]
-        cells += [
-            f"{far.distance:.3f} ({far.interval[0]:.3f} to {far.interval[1]:.3f})",
-            f"{far.chance:.3f}",
-            f"{power:.3f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+        drafted = f"{row.system} | {row.sampling.temperature:g} | {row.accepted:,} | {row.rejected:,}"
+        distance = f"{far.distance:.3f} ({far.interval[0]:.3f} to {far.interval[1]:.3f}) | {far.chance:.3f}"
+        lines.append(f"| {drafted} | {p.p:.2g} ({p.what}) | {distance} | {power:.3f} |")
     names = list(dict.fromkeys(one.name for row in certificate.tested for one in row.controls))
     if not names:
-        return "\n".join(
-            [*lines, "", "A server cannot be spoiled on purpose, so no fault was shown to these tests.", ""]
-        )
+        told = "A server cannot be spoiled on purpose, so no fault was shown to these tests."
+        return "\n".join([*lines, "", told, ""])
     lines += ["", "The same tests on this decoder with a fault:", "", f"| drafts | {' | '.join(names)} |"]
     lines += [f"|---|{'---|' * len(names)}"]
     for row in certificate.tested:

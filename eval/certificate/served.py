@@ -84,21 +84,20 @@ class SampledServer(ModelServer):
             asked = [(p, repeat) for p in prompts for repeat in range(repeats)]
             seeds = [row_key(seed, name, number, repeat, p.sample_id) % 2**31 for p, repeat in asked]
             with ThreadPoolExecutor(_AT_ONCE) as pool:
-                one = pool.map(lambda p, s: self.answer(p, tokens, sampling, s), (p for p, _ in asked), seeds)
-                answers = list(one)
-            counted = [after - start for after, start in zip(self._counters(), before, strict=True)]
-            accepted = counted[0] + sum(answer.accepted for answer in answers)
-            drafted = counted[1] + sum(answer.drafted for answer in answers)
-            ids = [answer.ids_T for answer in answers]
-            split = [[list(one) for one in ids[i : i + repeats]] for i in range(0, len(ids), repeats)]
+                prompt = (p for p, _ in asked)
+                answers = list(pool.map(lambda p, s: self.answer(p, tokens, sampling, s), prompt, seeds))
+            after = self._counters()
+            accepted = after[0] - before[0] + sum(answer.accepted for answer in answers)
+            drafted = after[1] - before[1] + sum(answer.drafted for answer in answers)
+            ids = [list(answer.ids_T) for answer in answers]
+            split = [ids[i : i + repeats] for i in range(0, len(ids), repeats)]
             return {"tokens": split, "accepted": int(accepted), "rejected": int(drafted - accepted)}
 
         return draw
 
     def _counters(self) -> list[float]:
         """Return accepted and drafted tokens since it was started; 0 where only the answers tell them."""
-        page = self.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
-        return [sum(by_labels.values()) for by_labels in self.counters(page, _COUNTERS).values()]
+        return self.sums(self.metrics(), _COUNTERS)
 
 
 def _read(said: Mapping[str, Any]) -> Answer:

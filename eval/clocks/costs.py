@@ -291,18 +291,11 @@ def _draft_job(drafter: Drafter, prompts: Prompts, sampling: Sampling) -> Job:
     rows, length = prompts.ids_bL.shape
     drafter.start(rows, length)
     drafter.admit(prompts)
-    new_tokens = prompts.new_tokens
-    last_two = NewTokens(
-        new_tokens.tokens_Bn[:, -2:],
-        new_tokens.aux_BnF[:, -2:],
-        new_tokens.last_BnD[:, -2:],
-        torch.full_like(new_tokens.count_B, 2),
-    )
-    zeros_B = torch.zeros_like(prompts.length_b)
-    lengths = prompts.length_b.tolist()
-    table = NoiseTable([0] * rows, lengths, zeros_B.device)
-    root_B, limit_B = new_tokens.tokens_Bn[:, -1], zeros_B + 10_000
-    state = DecodeState(
-        root_B, prompts.length_b, limit_B, zeros_B, last_two, sampling, tuple(lengths), (10_000,) * rows, table
-    )
+    new = prompts.new_tokens
+    tokens_B2, aux_B2F, last_B2D = (x[:, -2:] for x in (new.tokens_Bn, new.aux_BnF, new.last_BnD))
+    last_two = NewTokens(tokens_B2, aux_B2F, last_B2D, torch.full_like(new.count_B, 2))
+    zeros_B, lengths, room = torch.zeros_like(prompts.length_b), prompts.length_b.tolist(), 10_000
+    noise = NoiseTable([0] * rows, lengths, zeros_B.device)
+    places = new.tokens_Bn[:, -1], prompts.length_b, zeros_B + room, zeros_B
+    state = DecodeState(*places, last_two, sampling, tuple(lengths), (room,) * rows, noise)
     return lambda: drafter.propose(state)

@@ -133,8 +133,8 @@ def record(
 ) -> tuple[Decoded, list[list[Drafted]]]:
     """Answer `requests`, whose prompts differ, with chains; return the answers and the rounds of each."""
     decoded, answers = _record(target, drafter, requests, sampling, rows)
-    if not all(drafted.is_chain for answer in answers for drafted in answer):
-        raise AssertionError(f"{drafter.name} drafts no chain although it was given no tree.")
+    chains = all(drafted.is_chain for answer in answers for drafted in answer)
+    require(chains, f"{drafter.name} drafts no chain although it was given no tree")
     return decoded, answers
 
 
@@ -144,10 +144,8 @@ def record_trees(
     """Answer `requests`, whose prompts differ, with drawn trees; return the trees that have more nodes than the
     root."""
     trees = [drafted for answer in _record(target, drafter, requests, sampling, rows)[1] for drafted in answer]
-    if any(drafted.probs_MW is None for drafted in trees):
-        raise AssertionError(
-            f"The drawn trees of {drafter.name} do not name the probabilities that they are drawn from."
-        )
+    named = all(drafted.probs_MW is not None for drafted in trees)
+    require(named, f"the drawn trees of {drafter.name} do not name the probabilities that they are drawn from")
     return [drafted for drafted in trees if drafted.tokens]
 
 
@@ -203,10 +201,10 @@ def require_training_probs(spec: Spec, rounds: Sequence[Drafted], sampling: Samp
             if drafted.probs_MW is None:
                 ids = spec.head.target_ids(torch.arange(logits_kW.shape[1]))
                 gap = float(logits_kW[k].max() - logits_kW[k][ids == token].sum())
-                require(
-                    gap < 1e-3,
-                    f"draft token {k + 1} is not the training pass's most likely one (its logit is {gap:.3g} lower)",
+                message = (
+                    f"draft token {k + 1} is not the training pass's most likely one (its logit is {gap:.3g} lower)"
                 )
+                require(gap < 1e-3, message)
             else:
                 apart = float((probs(logits_kW[k], sampling) - drafted.probs_MW[k]).abs().sum()) / 2
                 message = f"the probabilities of draft token {k + 1} differ from the training pass's by {apart:.3g}"

@@ -125,18 +125,13 @@ def _same_rounds(spec: Spec, rule: LengthRule | None = None, head: DraftHead | N
         drafter = system.make(k)
         generations = decode_batch(spec.verifier, drafter, requests, sampling, rows=16).generations
         decoded = [tally_generation(g, k) for g in generations]
-        simulated = [
-            t[k - 1] for t in simulate_generations(spec.verifier, head, generations, sampling, k, rule=rule).tallies
-        ]
-        require(
-            bool(where) or bool(total(decoded, k).accepted_K[0] >= FEW),
-            f"fewer than {FEW} drafts were accepted at {sampling}{LEARN}",
-        )
+        found = simulate_generations(spec.verifier, head, generations, sampling, k, rule=rule).tallies
+        simulated = [t[k - 1] for t in found]
+        enough = bool(where) or bool(total(decoded, k).accepted_K[0] >= FEW)
+        require(enough, f"fewer than {FEW} drafts were accepted at {sampling}{LEARN}")
         if sampling.greedy:
-            ours, theirs = (
-                figures(total(x, k) if system.counts_drafts else replace(total(x, k), drafted=0))
-                for x in (simulated, decoded)
-            )
+            sums = [total(x, k) for x in (simulated, decoded)]
+            ours, theirs = (figures(x if system.counts_drafts else replace(x, drafted=0)) for x in sums)
             message = f"simulated and decoded rounds differ at temperature 0{where}"
             require(torch.allclose(ours, theirs, atol=1e-6), message)
             continue
@@ -178,22 +173,16 @@ def check_supervised_rows(spec: Spec) -> None:
         rows = mask_BL.flatten().nonzero().flatten()
         message = f"step {step.offset} of training gives logits of other rows"
         require(equal(step.rows, rows), f"{message} than `supervised` names")
-        require(
-            not bool((mask_BL & ~supervised_rows(batch, step.offset)).any()),
-            f"{message} than docs/algorithms.md, rule 1, allows",
-        )
+        beyond_BL = mask_BL & ~supervised_rows(batch, step.offset)
+        require(not bool(beyond_BL.any()), f"{message} than docs/algorithms.md, rule 1, allows")
     offsets = [step.offset for step in steps]
-    require(
-        offsets == list(range(spec.length)),
-        f"forward was asked for {spec.length} steps, but returned the offsets {offsets}",
-    )
+    message = f"forward was asked for {spec.length} steps, but returned the offsets {offsets}"
+    require(offsets == list(range(spec.length)), message)
     width = spec.target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
     for step in steps:
         expected = supervised_rows(batch, step.offset).flatten().nonzero().flatten()
-        require(
-            equal(step.rows, expected),
-            f"step {step.offset} gives logits of other rows than those of docs/algorithms.md, rule 1",
-        )
+        message = f"step {step.offset} gives logits of other rows than those of docs/algorithms.md, rule 1"
+        require(equal(step.rows, expected), message)
         shape = (len(expected), width)
         require(tuple(step.logits.shape) == shape, f"step {step.offset} has logits of shape {tuple(step.logits.shape)}")
 
@@ -228,11 +217,9 @@ def check_layouts(spec: Spec) -> list[str]:
     for layout, known in layouts_of(spec.method).items():
         with TemporaryDirectory() as folder:
             try:
+                out, k = Path(folder) / "out", spec.length
                 path = export_head(
-                    *(spec.deployed, spec.verifier, Path(folder) / "out"),
-                    layout=layout,
-                    dtype="float32",
-                    num_speculative_tokens=spec.length,
+                    spec.deployed, spec.verifier, out, layout=layout, dtype="float32", num_speculative_tokens=k
                 )
             except UserError:
                 continue  # the layout refuses what its engines would not compute

@@ -24,11 +24,8 @@ def _side(concurrency: int, tally: Tally, first: Tally, predict: Predict | None)
     answers = [answer for of_chat in tally.answers.values() for answer in of_chat]
     tokens, timed = sum(a.tokens for a in answers), [a.after_first for a in answers]
     accepted = _acceptance(tally, answers)
-    pairs = (
-        []
-        if tally is first
-        else [(a, b) for name in first.answers if (a := _pace(first, name)) and (b := _pace(tally, name))]
-    )
+    both = [] if tally is first else [(_pace(first, name), _pace(tally, name)) for name in first.answers]
+    pairs = [(a, b) for a, b in both if a and b]
     told = predict(concurrency, accepted) if predict and accepted and tally is not first else None
     return ServedSide(
         asked=len(answers) + len(tally.failures) + tally.unfinished,
@@ -81,9 +78,8 @@ def predictor(costs: CostTable | Served, drafter: str, report: DrafterResult | N
     def tau_needed(rows: int, k: int) -> float | None:
         if isinstance(costs, Served):
             sides = [side for level in costs.levels if level.concurrency == rows for side in level.sides]
-            found = [
-                a.tau / side.speedup for side in sides if (a := side.acceptance) and side.speedup and _length(a) == k
-            ]
+            known = [(a, side.speedup) for side in sides if (a := side.acceptance) and side.speedup]
+            found = [a.tau / speedup for a, speedup in known if _length(a) == k]
             return median(found) if found else None
         name = drafter if drafter in costs.drafters else costs.drafters[0]
         cost = round_cost(costs, costs.middle(rows), name, k) if rows in costs.batches else None

@@ -19,16 +19,13 @@ from draftsmith.foreign.server import ModelServer
 
 DRAFT_MODEL = "draft-simple"
 """What --spec-type calls an ordinary model that drafts."""
-GREEDY: dict[str, Any] = {
-    "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "typical_p": 1.0,
-    "repeat_penalty": 1.0,
-    "repeat_last_n": 0,
-}
-"""Temperature 0, and samplers that change nothing."""
+
+
+def greedy_body(prompt_ids: Sequence[int], max_new_tokens: int) -> dict[str, Any]:
+    """Return what /completion is asked for a prompt at temperature 0, with samplers that change nothing."""
+    samplers = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "repeat_penalty": 1.0, "repeat_last_n": 0}
+    wanted = {"prompt": list(prompt_ids), "n_predict": max_new_tokens, "cache_prompt": False, "return_tokens": True}
+    return {"temperature": 0.0, **samplers, **wanted}
 
 
 @dataclass(frozen=True)
@@ -52,13 +49,7 @@ class ServerSettings:
             str(self.target),
             "-c",
             str(self.context),
-            "-np",
-            "1",
-            "-t",
-            "1",
-            "--cache-ram",
-            "0",
-            "--offline",
+            *["-np", "1", "-t", "1", "--cache-ram", "0", "--offline"],
         ]
         flags += ["-md", str(self.draft), "--spec-type", self.spec_type, "-td", "1", "--spec-draft-p-min", "0"]
         flags += ["--spec-draft-n-max", str(self.num_speculative_tokens), "--spec-draft-n-min", "0"]
@@ -77,7 +68,6 @@ class LlamaServerProcess:
     def __init__(self, program: Path, settings: ServerSettings, log: Path, timeout: float = 120) -> None:
         self.program, self.settings, self.log, self.timeout = program, settings, log, timeout
         self.end_ids: tuple[int, ...] = ()
-        self._process: subprocess.Popen[bytes] | None = None
         self._read = 0
 
     def __enter__(self) -> "LlamaServerProcess":
@@ -108,8 +98,7 @@ class LlamaServerProcess:
         """Answer one prompt at temperature 0; the answer ends with EOS, as ours does, or at `max_new_tokens`."""
         # With less room the server would cut the last drafts, or the answer itself.
         assert len(prompt_ids) + max_new_tokens < self.settings.context
-        wanted = {"prompt": list(prompt_ids), "n_predict": max_new_tokens, "cache_prompt": False, "return_tokens": True}
-        answer = self.http.post("/completion", GREEDY | wanted)
+        answer = self.http.post("/completion", greedy_body(prompt_ids, max_new_tokens))
         return EngineAnswer(sample_id, tuple(answer["tokens"]), self._rounds(answer["timings"]))
 
     def version(self) -> str:
@@ -136,7 +125,6 @@ class LlamaServerProcess:
             time.sleep(0.02)
 
     def _wait(self) -> None:
-        assert self._process is not None
         deadline = time.monotonic() + self.timeout
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -155,10 +143,8 @@ class LlamaServerProcess:
         assert self.end_ids, "the server names at least the EOS"
 
     def _stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        self._process.kill()
+        self._process.wait()
 
 
 def read_rounds(log: str) -> tuple[EngineRound, ...]:

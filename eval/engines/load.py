@@ -17,11 +17,10 @@ from draftsmith.errors import UserError
 from draftsmith.eval.ledger.counts import Counts
 from draftsmith.eval.ledger.sources import read_answer, read_server
 from draftsmith.eval.results.served import Failure
-from draftsmith.foreign.server import ModelServer, ServerError
+from draftsmith.foreign.server import LLAMA_CPP, VLLM, ModelServer, ServerError
 from draftsmith.progress import Bar
 
 _CHATS = "/v1/chat/completions"
-_ABSENT = (404, 405, 501)
 
 
 @dataclass(frozen=True)
@@ -58,21 +57,17 @@ class ChatServer(ModelServer):
     def __init__(self, url: str, names: Sequence[str] = ()) -> None:
         super().__init__(url, "--url")
         self.model = self.find_model(names, "name it with --model")
-        self.engine, self._fresh = "another engine", dict[str, Any]()
-        # Every prompt is read anew: it was read at another concurrency before.
-        if version := self.version("/version", "version", _ABSENT):
-            self.engine, self._fresh = f"vLLM {version}", {"cache_salt": f"draftsmith {time.time_ns()}"}
-        elif version := self.version("/props", "build_info", _ABSENT):
-            self.engine, self._fresh = f"llama.cpp {version}", {"cache_prompt": False}
+        self._kind, version = self.find_engine()
+        self.engine = f"{self._kind} {version}" if self._kind else "another engine"
         self._asked = count()
 
     def chat(self, chat: Chat, seconds: float) -> Answer:
         """Return the answer to a chat. Raises UserError where the server refuses, sends something else, or has not sent all of it within
         `seconds`."""
-        own = {
-            key: f"{value} {next(self._asked)}" if key == "cache_salt" else value for key, value in self._fresh.items()
-        }
-        body = {"model": self.model, **chat.body, "stream": True, "stream_options": {"include_usage": True}, **own}
+        # Every prompt is read anew: it was read at another concurrency before.
+        salt: dict[str, Any] = {"cache_salt": f"draftsmith {time.time_ns()} {next(self._asked)}"}
+        fresh = {VLLM: salt, LLAMA_CPP: {"cache_prompt": False}}.get(self._kind, {})
+        body = {"model": self.model, **chat.body, "stream": True, "stream_options": {"include_usage": True}, **fresh}
         text, begun = json.dumps(body).encode(), time.perf_counter()
         times, last, tokens, counts = list[float](), 0.0, None, None
         for line in self.stream(_CHATS, text, seconds):

@@ -14,9 +14,8 @@ from threading import Barrier
 from typing import Any, NoReturn
 
 from draftsmith.errors import UserError
-from draftsmith.foreign.server import ModelServer
+from draftsmith.foreign.server import LLAMA_CPP, VLLM, ModelServer
 
-VLLM, LLAMA_CPP = "vLLM", "llama.cpp"
 _PREFIXES = {VLLM: "vllm", LLAMA_CPP: "llamacpp"}
 """How the names of an engine's counters begin."""
 _GENERATED = {VLLM: "generation_tokens_total", LLAMA_CPP: "tokens_predicted_total"}
@@ -71,18 +70,15 @@ class MeasuredServer(ModelServer):
 
     def __init__(self, url: str, names: Sequence[str]) -> None:
         super().__init__(url, "--server")
-        metrics = self.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
-        self._engine = next(
-            (name for name, prefix in _PREFIXES.items() if f"{prefix}:{_GENERATED[name]}" in metrics), ""
-        )
+        page = self.metrics()
+        self._engine = next((name for name, prefix in _PREFIXES.items() if f"{prefix}:{_GENERATED[name]}" in page), "")
         if not self._engine:
             raise UserError(
                 f"{self.url} shows no counters of vLLM or llama.cpp at /metrics, and only these tell its rounds: start llama-server with "
                 "--metrics, vLLM without --disable-log-stats; other engines are not measured."
             )
         self.model = self.find_model(names, "name it with --model")
-        about, key = {VLLM: ("/version", "version"), LLAMA_CPP: ("/props", "build_info")}[self._engine]
-        self.engine = f"{self._engine} {self.version(about, key)}"
+        self.engine = " ".join(self.find_engine())
         self._asked = count()
 
     def answer(self, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> Batch:
@@ -187,11 +183,9 @@ class MeasuredServer(ModelServer):
 
     def _read_counters(self) -> _Counters:
         """Read the counters, those of several engines in one server together. Raises UserError for one that is no number."""
-        prefix = _PREFIXES[self._engine]
         names = (_GENERATED[self._engine], _DRAFTS, _DRAFTED, *_BUSY[self._engine])
-        page = self.get("/metrics").decode("utf-8", "replace")
-        found = self.counters(page, [f"{prefix}:{name}" for name in names])
-        generated, rounds, drafted, *requests = (sum(by_labels.values()) for by_labels in found.values())
+        found = self.sums(self.metrics(), [f"{_PREFIXES[self._engine]}:{name}" for name in names])
+        generated, rounds, drafted, *requests = found
         return _Counters(generated, rounds, drafted, sum(requests))
 
     def _busy(self, what: str) -> NoReturn:

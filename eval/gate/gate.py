@@ -151,9 +151,8 @@ def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]
                     f"--fail-under {threshold.text}: {threshold.name} was not measured for {drafter} at "
                     f"{_setting(result)} ({source}){_instead(threshold, measures)}."
                 )
-            checks.append(
-                ThresholdCheck(threshold, drafter, result.settings.temperature, _setting(result), source, measured)
-            )
+            heat, setting = result.settings.temperature, _setting(result)
+            checks.append(ThresholdCheck(threshold, drafter, heat, setting, source, measured))
     return checks
 
 
@@ -265,11 +264,8 @@ def to_junit(checks: Sequence[ThresholdCheck]) -> str:
         cases = list(group)
         suite = ElementTree.SubElement(root, "testsuite", _counts(source, cases))
         for check in cases:
-            name = {
-                "classname": _clean(check.drafter),
-                "name": _clean(f"{check.threshold.name}@T{check.temperature:g}"),
-            }
-            case = ElementTree.SubElement(suite, "testcase", name)
+            name = _clean(f"{check.threshold.name}@T{check.temperature:g}")
+            case = ElementTree.SubElement(suite, "testcase", classname=_clean(check.drafter), name=name)
             if not check.passed:
                 message = _clean(check.message)
                 ElementTree.SubElement(case, "failure", {"type": "threshold", "message": message}).text = message

@@ -12,10 +12,10 @@ from typing import Any
 
 from draftsmith.errors import UserError, one_line
 from draftsmith.eval.ledger.counts import Counts
-from draftsmith.foreign.server import ModelServer
+from draftsmith.foreign.server import LLAMA_CPP, SGLANG, VLLM, ModelServer
 from draftsmith.foreign.text import parse_json, read_text
 
-VLLM, SGLANG, TENSORRT, LLAMA, BENCH = "vLLM", "SGLang", "TensorRT-LLM", "llama.cpp", "Spec-Bench"
+TENSORRT, BENCH = "TensorRT-LLM", "Spec-Bench"
 _PER_ANSWER = "--per-request-spec-decode-metrics summary of `vllm serve` (--per-request-spec-decode-stats in other versions), off by default"
 _MOST_TOKENS = 2**40
 _LONGEST = 2**13
@@ -86,7 +86,7 @@ def read_record(record: Any, where: str) -> Iterator[tuple[str, Counts]]:
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
     blocks: list[tuple[str, _Reader, Any, Any]] = [
         (TENSORRT, _tensorrt_iteration, record.get("specDecodingStats"), None),
-        (LLAMA, _llama, record.get("timings"), None),
+        (LLAMA_CPP, _llama, record.get("timings"), None),
         (SGLANG, _sglang, record.get("meta_info"), None),
         (VLLM, _vllm, metrics.get("speculative_decoding") if isinstance(metrics, dict) else None, tokens),
     ]
@@ -233,7 +233,7 @@ def read_log(lines: Sequence[str]) -> Told | None:
         elif answers and (match := _LLAMA_POSITIONS.search(line)):
             last = answers[-1]
             answers[-1] = replace(last, by_length=_by_length(last.rounds, match[1], last.accepted))
-    return Told(LLAMA, _sum(answers), tuple(answers), parts=tuple(answers)) if answers else None
+    return Told(LLAMA_CPP, _sum(answers), tuple(answers), parts=tuple(answers)) if answers else None
 
 
 def _vllm_line(match: re.Match[str]) -> Counts:
@@ -266,7 +266,7 @@ _COUNTERS = {
         f"{prefix}:spec_decode_num_{name}_total"
         for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
     )
-    for engine, prefix in ((VLLM, "vllm"), (LLAMA, "llamacpp"))
+    for engine, prefix in ((VLLM, "vllm"), (LLAMA_CPP, "llamacpp"))
 }
 _VLLM_REQUESTS = "vllm:request_success_total"
 _SGLANG_NAMES = ("sglang:spec_accept_length", "sglang:spec_accept_rate")
@@ -277,7 +277,7 @@ _SGLANG_COUNTERS = tuple(f"sglang:{name}_total" for name in ("spec_verify_calls"
 def read_server(server: ModelServer, *, idle: bool = False) -> Told:
     """Return what the counters of a running server tell, since its start. idle: also where it has drafted nothing yet. Raises UserError
     where it counts no drafts."""
-    page = server.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
+    page = server.metrics()
     if page.lstrip().startswith("["):  # TensorRT-LLM's iterations since they were last asked for
         return _records(page, server.url)
     found = server.counters(

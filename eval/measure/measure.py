@@ -15,7 +15,7 @@ from draftsmith.eval.drafters.baselines import GENERATE
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.measure.texts import Text, Texts, count_texts, distinct
 from draftsmith.eval.results.conditions import acceptance_by_condition
-from draftsmith.eval.results.intervals import bootstrap_tau, mean_tau
+from draftsmith.eval.results.intervals import Interval, bootstrap_tau, mean_tau
 from draftsmith.eval.results.result import (
     Costs,
     DrafterResult,
@@ -103,6 +103,8 @@ def _acceptance(
     # Where nothing is decoded, or simulated, an empty tally gives nulls.
     decoded, simulated = (total((tally for _, tally in of), k) for of in (counted, expected))
     drafts, shown = _pairs(prompts, simulated=False), decoded if counted else simulated
+    budgets = [str(budget) for budget in system.budgets]
+    by_budget = {name: total((t.by_budget[i] for t in texts), k).tau for i, name in enumerate(budgets)}
     return {
         "prompts": len(prompts),
         "tokens": int(shown.tokens),
@@ -120,10 +122,7 @@ def _acceptance(
         "alpha_at_simulated": tuple(simulated.alpha_at) if simulated.rounds else None,
         **acceptance_by_condition(system.trained_length, thought_of, counted, expected),
         "k_sweep": _sweep(system, texts, costs) or None,
-        "budget_sweep": {
-            str(budget): total((t.by_budget[i] for t in texts), k).tau for i, budget in enumerate(system.budgets)
-        }
-        or None,
+        "budget_sweep": by_budget or None,
         "looping": sum(is_looping(t.generation.output_ids) for t in texts) / len(texts) if texts else None,
     }
 
@@ -131,17 +130,13 @@ def _acceptance(
 def _speeds(repeats: Repeats, baseline: Repeats, generate: Repeats) -> dict[str, Any]:
     """Return the fields of `Measures` that the clocks tell, of a drafter and of the target alone on the same prompts."""
     pairs = _paired_speeds(repeats, baseline)
-    speeds, base_speeds, ratios = ([p[0] for p in pairs], [p[1] for p in pairs], [a / b for a, b in pairs])
     fields: dict[str, Any] = {
-        "decode_tok_s": _median(speeds),
-        "decode_tok_s_spread": _spread(speeds),
-        "baseline_tok_s": _median(base_speeds),
-        "baseline_tok_s_spread": _spread(base_speeds),
-        "speedup": _median(ratios),
-        "speedup_spread": _spread(ratios),
         "speedup_vs_generate": _over_generate(repeats, generate),
         "baseline_vs_generate": _over_generate(baseline, generate),
     }
+    ours, alone, ratios = ([a for a, _ in pairs], [b for _, b in pairs], [a / b for a, b in pairs])
+    for name, values in (("decode_tok_s", ours), ("baseline_tok_s", alone), ("speedup", ratios)):
+        fields |= {name: _median(values), f"{name}_spread": _spread(values)}
     groups, base_groups = ([d for repeat in of for d in repeat] for of in (repeats, baseline))
     for middle, of in (("", groups), ("_baseline", base_groups)):
         fields[f"ttft{middle}_s"] = median(g.ttft_s for d in of for g in d.generations)
@@ -164,7 +159,7 @@ def _median(values: Sequence[float]) -> float | None:
     return median(values) if values else None
 
 
-def _spread(values: Sequence[float]) -> "tuple[float, float] | None":
+def _spread(values: Sequence[float]) -> Interval | None:
     return (min(values), max(values)) if values else None
 
 

@@ -157,11 +157,7 @@ def check_lossless(
 
 
 def compare_texts(
-    target: Target,
-    alone: Sequence[Generation],
-    texts: Sequence[Text],
-    num_speculative_tokens: int,
-    greedy: Sampling,
+    target: Target, alone: Sequence[Generation], texts: Sequence[Text], num_speculative_tokens: int, greedy: Sampling
 ) -> dict[str, Lossless]:
     """Compare a drafter's greedy answers with those of the target alone to the same requests, per slice and as "overall"."""
     penalty, k = greedy.repetition_penalty, num_speculative_tokens

@@ -12,12 +12,11 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import EngineRound
-from draftsmith.eval.engines.llama_cpp import GREEDY, UNSEEN
-from draftsmith.eval.engines.server import LLAMA_CPP, VLLM
-from draftsmith.eval.ledger.sources import SGLANG, read_answer
+from draftsmith.eval.engines.llama_cpp import UNSEEN, greedy_body
+from draftsmith.eval.ledger.sources import read_answer
 from draftsmith.eval.parity.bundle import Bundle, ParityPrompt
 from draftsmith.eval.parity.diagnose import Seen
-from draftsmith.foreign.server import ModelServer, ServerError
+from draftsmith.foreign.server import LLAMA_CPP, SGLANG, VLLM, ModelServer, ServerError
 
 _SETTLES = 2.0
 """Seconds within which /metrics shows what was answered."""
@@ -33,13 +32,7 @@ class AskedServer(ModelServer):
 
     def __init__(self, url: str, names: Sequence[str]) -> None:
         super().__init__(url, "--url")
-        abouts = (
-            (VLLM, "/version", "version"),
-            (LLAMA_CPP, "/props", "build_info"),
-            (SGLANG, "/get_server_info", "version"),
-        )
-        asked = ((kind, self.version(path, key, (404, 405, 501))) for kind, path, key in abouts)
-        self.kind, version = next((found for found in asked if found[1]), ("", None))
+        self.kind, version = self.find_engine()
         if not self.kind:
             raise UserError(
                 f"{self.url} is neither vLLM nor llama-server nor SGLang by what it says of itself, and only these tell token ids and drafts: "
@@ -54,15 +47,9 @@ class AskedServer(ModelServer):
         return [self._with_messages(asks[self.kind](prompt), prompt) for prompt in bundle.prompts]
 
     def _vllm(self, prompt: ParityPrompt) -> Seen:
-        body = {
-            "model": self.model,
-            "prompt": list(prompt.prompt_ids),
-            "max_tokens": prompt.max_new_tokens,
-            "temperature": 0.0,
-            "return_token_ids": True,
-        }
+        body = {"model": self.model, "prompt": list(prompt.prompt_ids), "max_tokens": prompt.max_new_tokens}
         before = self._counters()
-        reply = self.post("/v1/completions", body)
+        reply = self.post("/v1/completions", body | {"temperature": 0.0, "return_token_ids": True})
         choices = reply.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
         seen = Seen(prompt.id, self._ids(choice.get("token_ids"), "return_token_ids (vLLM 0.10.2 and later)"))
@@ -86,13 +73,7 @@ class AskedServer(ModelServer):
         return replace(seen, drafted=drafted, accepted=accepted)
 
     def _llama(self, prompt: ParityPrompt) -> Seen:
-        wanted = {
-            "prompt": list(prompt.prompt_ids),
-            "n_predict": prompt.max_new_tokens,
-            "cache_prompt": False,
-            "return_tokens": True,
-        }
-        reply = self.post("/completion", GREEDY | wanted)
+        reply = self.post("/completion", greedy_body(prompt.prompt_ids, prompt.max_new_tokens))
         ids, timings = self._ids(reply.get("tokens"), "return_tokens"), reply.get("timings")
         if not isinstance(timings, dict):
             raise UserError(
@@ -133,10 +114,9 @@ class AskedServer(ModelServer):
 
     def _counters(self) -> tuple[float, float] | None:
         """Return vLLM's counts of drafted and accepted tokens, zeros where it drafts none; None where it hides its counters."""
-        page = self.get("/metrics", absent=(404, 501)).decode("utf-8", "replace")
-        if "vllm:generation_tokens_total" not in page:
+        if "vllm:generation_tokens_total" not in (page := self.metrics()):
             return None
-        drafted, accepted = (sum(found.values()) for found in self.counters(page, _COUNTED).values())
+        drafted, accepted = self.sums(page, _COUNTED)
         return drafted, accepted
 
     def _settled(self, before: tuple[float, float] | None) -> tuple[float, float] | None:

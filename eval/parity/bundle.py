@@ -130,16 +130,14 @@ def make_bundle(
     messages: by id of a request, those that it is of.
     """
     # Past its end, so that it is known what an engine accepts of a draft that goes on there.
-    longer = [
-        replace(r, max_new_tokens=r.max_new_tokens + tokens + 1, ignore_eos=True)
-        for r in choose(requests, target, tokens)
-    ]
-    drafter = find_method(head.method).make_drafter(head, tokens)
-    traced = trace_ours(target, drafter, longer, Sampling(0.0))
+    more, drafter = tokens + 1, find_method(head.method).make_drafter(head, tokens)
+    chosen = choose(requests, target, tokens)
+    longer = [replace(r, max_new_tokens=r.max_new_tokens + more, ignore_eos=True) for r in chosen]
     if not longer:
         return None
+    traced = trace_ours(target, drafter, longer, Sampling(0.0))
     prompts, texts, close = [], [], CLOSE
-    known = [r.max_new_tokens - tokens - 1 for r in longer]
+    known = [r.max_new_tokens for r in chosen]
     ends = [
         next((n for n, token in enumerate(answer.output_ids[:limit], 1) if token in target.eos_ids), 0)
         for answer, limit in zip(traced, known, strict=True)
@@ -157,10 +155,24 @@ def make_bundle(
         again = target.forward(text.ids[None, :half].expand(2, -1)).last[0, text.prompt - 1 :]
         close = max(close, 4 * float((target.head.logits(again) - logits_TV[: len(again)]).abs().max()))
         texts.append(text)
-        said = (
-            tuple(dict(message) for message in messages[request.sample_id]) if request.sample_id in messages else None
+        said, first = messages.get(request.sample_id), own.logits[0] if own.logits else None
+        prompts.append(
+            ParityPrompt(
+                request.sample_id,
+                request.slice,
+                None if said is None else tuple(map(dict, said)),
+                request.prompt_ids,
+                limit,
+                tuple(answer.output_ids),
+                text.end,
+                bool(end),
+                _margins(logits_TV),
+                _top(logits_TV[: text.end]),
+                () if first is None else _top(first, head),
+                tuple(() if logits is None else _margins(logits) for logits in own.logits),
+                _rounds(own),
+            )
         )
-        prompts.append(_prompt(request, said, limit, answer.output_ids, bool(end), text, own, logits_TV, head))
     if not prompts:
         return None
     faults, unseen = _foretell(target, head, tokens, prompts, texts)
@@ -191,35 +203,6 @@ def _foretell(
 
 def _rounds(played: Replayed) -> tuple[tuple[int, ...], ...]:
     return tuple((r.accepted, *r.drafted) for r in played.rounds)
-
-
-def _prompt(
-    request: Request,
-    messages: tuple[dict[str, Any], ...] | None,
-    known: int,
-    text_ids: Sequence[int],
-    ends: bool,
-    text: Text,
-    played: Replayed,
-    logits_TV: Tensor,
-    head: DraftHead,
-) -> ParityPrompt:
-    first = played.logits[0] if played.logits else None
-    return ParityPrompt(
-        request.sample_id,
-        request.slice,
-        messages,
-        request.prompt_ids,
-        known,
-        tuple(text_ids),
-        text.end,
-        ends,
-        _margins(logits_TV),
-        _top(logits_TV[: text.end]),
-        () if first is None else _top(first, head),
-        tuple(() if logits is None else _margins(logits) for logits in played.logits),
-        _rounds(played),
-    )
 
 
 def _margins(logits: Tensor) -> tuple[float, ...]:

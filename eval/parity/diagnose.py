@@ -15,13 +15,8 @@ from draftsmith.eval.parity.faults import COUNTS, FAULTS
 
 ANSWERS, DRAFTS = "the target's answers", "drafted tokens"
 RIGHT, BONUS, SILENT, TEMPLATE, ENDS = "right", "bonus counted", "no drafts", "template", "end of text"
-QUANTIZED, OTHER_MODEL, WEIGHTS, STATES = (
-    "quantized target",
-    "another model",
-    "embedding or weights",
-    "precision of states",
-)
-OTHER_K = "another K"
+QUANTIZED, OTHER_MODEL, OTHER_K = "quantized target", "another model", "another K"
+WEIGHTS, STATES = "embedding or weights", "precision of states"
 CAUSES = {fault.name: fault.cause for fault in FAULTS} | {
     BONUS: "the bonus token is counted among the accepted ones",
     OTHER_K: "the server is started with another number of tokens (num_speculative_tokens) than the export says",
@@ -79,9 +74,8 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict in words."""
         if self.right:
-            return "right: answers and drafts are those of the bundle" + (
-                f", but for {len(self.ties)} near ties" if self.ties else ""
-            )
+            ties = f", but for {len(self.ties)} near ties" if self.ties else ""
+            return f"right: answers and drafts are those of the bundle{ties}"
         usual = "; or ".join(CAUSES[name] for name in self.causes)
         return f"wrong in {self.stage}: {self.difference}. Usually {usual}."
 
@@ -165,14 +159,13 @@ def _answers(bundle: Bundle, pairs: _Pairs) -> tuple[Verdict | None, tuple[str, 
 def not_told(bundle: Bundle, seen: Sequence[Seen], end_ids: Collection[int] = ()) -> tuple[str, ...]:
     """Return the faults that a right engine could have without anything of what it tells being different on these prompts."""
     pairs = list(zip(bundle.prompts, seen, strict=True))
-    found = [
-        name
-        for name, rounds in bundle.faults.items()
-        if all(
-            any(_same(rule(p.answer(own), p, end_ids or bundle.eos_ids), s, rule) for rule in _RULES)
-            for (p, s), own in zip(pairs, rounds, strict=True)
-        )
-    ]
+    ends = end_ids or bundle.eos_ids
+
+    def alike(p: ParityPrompt, s: Seen, own: Sequence[Sequence[int]]) -> bool:
+        return any(_same(rule(p.answer(own), p, ends), s, rule) for rule in _RULES)
+
+    every = {name: zip(pairs, rounds, strict=True) for name, rounds in bundle.faults.items()}
+    found = [name for name, rows in every.items() if all(alike(*pair, own) for pair, own in rows)]
     return (*found, *bundle.unseen)
 
 
@@ -222,11 +215,8 @@ def _same(ours: EngineAnswer, seen: Seen, rule: _Rule) -> bool:
         theirs = within_text(theirs)
     if seen.names_drafts:
         return ours.rounds == theirs.rounds
-    return _lengths(ours) == _lengths(theirs)
-
-
-def _lengths(answer: EngineAnswer) -> list[tuple[int, int]]:
-    return [(len(r.drafted), r.accepted) for r in answer.rounds]
+    mine, other = ([(len(r.drafted), r.accepted) for r in one.rounds] for one in (ours, theirs))
+    return mine == other
 
 
 def _first(ours: EngineAnswer, prompt: ParityPrompt, seen: Seen) -> tuple[tuple[int, int], str, float]:

@@ -6,7 +6,7 @@ spoiled so that it has it. What each would draft along the prompts of an export 
 Shapes: B rows, n new tokens, F width of the aux streams, S slots of a block, D head size, W draft vocab.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,21 +33,18 @@ class Fault:
     name: str
     stage: str
     cause: str
-    spoil: Callable[[Engine, Target], bool | None]
+    spoil: Callable[[Engine, Target], bool]
 
 
-def _layers(by: int) -> Callable[[Engine, Target], bool | None]:
-    def spoil(engine: Engine, target: Target) -> bool | None:
-        moved = tuple(k + by for k in engine.layer_ids)
-        if not moved or not 0 <= min(moved) <= max(moved) <= target.num_layers:
-            return False
-        engine.layer_ids = moved
-        return None
+def _layers(by: int) -> Callable[[Engine, Target], bool]:
+    def spoil(engine: Engine, target: Target) -> bool:
+        engine.layer_ids = moved = tuple(k + by for k in engine.layer_ids)
+        return bool(moved) and 0 <= min(moved) <= max(moved) <= target.num_layers
 
     return spoil
 
 
-def _layer_order(engine: Engine, target: Target) -> bool | None:
+def _layer_order(engine: Engine, target: Target) -> bool:
     engine.layer_ids = engine.layer_ids[::-1]
     return len(engine.layer_ids) > 1
 
@@ -56,12 +53,12 @@ def _reads_last(head: Any) -> bool:
     return head.reads.target_states and not head.reads.layer_ids
 
 
-def _before_norm(engine: Engine, target: Target) -> bool | None:
+def _before_norm(engine: Engine, target: Target) -> bool:
     engine.last = lambda text: text.streams[-1]
     return _reads_last(engine.head)
 
 
-def _norm_twice(engine: Engine, target: Target) -> bool | None:
+def _norm_twice(engine: Engine, target: Target) -> bool:
     # The norm of a state behind a norm: what made `last` of the stream, applied again, which its weights tell.
     def again(text: Text) -> Tensor:
         stream, last = text.streams[-1].float(), text.last.float()
@@ -72,7 +69,7 @@ def _norm_twice(engine: Engine, target: Target) -> bool | None:
     return _reads_last(engine.head)
 
 
-def _pairing(engine: Engine, target: Target) -> bool | None:
+def _pairing(engine: Engine, target: Target) -> bool:
     held: list[Tensor] = []
 
     def shifted(new: NewTokens) -> NewTokens:
@@ -85,100 +82,89 @@ def _pairing(engine: Engine, target: Target) -> bool | None:
     return isinstance(engine.head, EagleHead)
 
 
-def _norm_before_residual(engine: Engine, target: Target) -> bool | None:
+def _residual(engine: Engine, target: Target) -> bool:
     if not isinstance(engine.head, FusedHead):
         return False
     layer: Any = engine.head.layers[0]
     layer.norm_before_residual = not layer.norm_before_residual
-    return None
+    return True
 
 
-def _embedding_of_target(engine: Engine, target: Target) -> bool | None:
-    held = getattr(engine.head, "embed_tokens", None)
-    if (
-        held is None
-        or held.weight.shape != target.embedding.shape
-        or torch.equal(held.weight, target.embedding.to(held.weight))
-    ):
+def _embedding_of_target(engine: Engine, target: Target) -> bool:
+    if (held := getattr(engine.head, "embed_tokens", None)) is None:
         return False
-    engine.head.embed_tokens = torch.nn.Embedding.from_pretrained(target.embedding.to(held.weight))
-    return None
+    theirs = target.embedding.to(held.weight)
+    engine.head.embed_tokens = torch.nn.Embedding.from_pretrained(theirs)
+    return held.weight.shape == theirs.shape and not torch.equal(held.weight, theirs)
 
 
-def _embedding_lost(engine: Engine, target: Target) -> bool | None:
+def _embedding_lost(engine: Engine, target: Target) -> bool:
     if (held := getattr(engine.head, "embed_tokens", None)) is None:
         return False
     engine.head.embed_tokens = torch.nn.Embedding.from_pretrained(torch.zeros_like(held.weight))
-    return None
+    return True
 
 
-def _other_map(change: Callable[[Tensor], Tensor]) -> Callable[[Engine, Target], bool | None]:
-    def spoil(engine: Engine, target: Target) -> bool | None:
+def _other_map(change: Callable[[Tensor], Tensor]) -> Callable[[Engine, Target], bool]:
+    def spoil(engine: Engine, target: Target) -> bool:
         head, vocab = engine.head, engine.head.draft_vocab
         if vocab is None or len(vocab) == target.vocab_size:
             return False
         if isinstance(head, BlockHead):  # whose logits are the target's of the right tokens
             head.logits = lambda states: head.target_head.logits(states, vocab)  # type: ignore[method-assign]
         head.draft_vocab = change(vocab)
-        return None
+        return True
 
     return spoil
 
 
-def _mask_token(engine: Engine, target: Target) -> bool | None:
-    if getattr(engine.head.options, "mask_token_id", None) is None:
+def _mask_token(engine: Engine, target: Target) -> bool:
+    if (token := getattr(engine.head.options, "mask_token_id", None)) is None:
         return False
-    token = engine.head.options.mask_token_id
     engine.head.options = replace(engine.head.options, mask_token_id=token - 1 if token else 1)
-    return None
+    return True
 
 
-def _sees(engine: Engine, target: Target) -> bool | None:
+def _sees(engine: Engine, target: Target) -> bool:
     engine.head.causal = not getattr(engine.head, "causal", True)
     return isinstance(engine.head, BlockHead)
 
 
-def _window(engine: Engine, target: Target) -> bool | None:
+def _window(engine: Engine, target: Target) -> bool:
     if engine.head.window is None:
         return False
     engine.head.window += getattr(engine.head.options, "block_size", engine.K)
-    return None
+    return True
 
 
-def _no_window(engine: Engine, target: Target) -> bool | None:
+def _no_window(engine: Engine, target: Target) -> bool:
     had, engine.head.window = engine.head.window, None
     return had is not None
 
 
-def _block_length(engine: Engine, target: Target) -> bool | None:
+def _block_length(engine: Engine, target: Target) -> bool:
     head = engine.head
     if not isinstance(head, BlockHead) or not head.whole:
         return False
     needed = head.first_slot + engine.K
     size = needed if needed < head.options.block_size else head.options.block_size + 1
     head.slots = lambda tokens: size  # type: ignore[method-assign]
-    return None
+    return True
 
 
-def _first_slot(engine: Engine, target: Target) -> bool | None:
+def _first_slot(engine: Engine, target: Target) -> bool:
     head = engine.head
     if not isinstance(head, BlockHead):
         return False
     size = max(head.slots(engine.K), 1 - head.first_slot + engine.K)
     head.first_slot, head.slots = 1 - head.first_slot, lambda tokens: size  # type: ignore[method-assign]
-    return None
+    return True
 
 
-def _other_prompt(engine: Engine, target: Target) -> bool | None:
-    engine.other = True
-    return _caches(engine)
-
-
-def _caches(engine: Engine) -> bool:
-    """Whether a head keeps something of the text between rounds."""
-    head = engine.head
+def _other_prompt(engine: Engine, target: Target) -> bool:
+    engine.other, head = True, engine.head
     layered = isinstance(head, EagleHead | BlockHead) or getattr(head, "prefix_embedding_layer", None) is not None
-    return layered or not head.reads.target_states
+    return layered or not head.reads.target_states  # those keep something of the text between rounds
 
 
 def _turned(head: Any, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -190,12 +176,12 @@ def _turned(head: Any, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
     return cos * c - sin * s, sin * c + cos * s
 
 
-def _rope(engine: Engine, target: Target) -> bool | None:
+def _rope(engine: Engine, target: Target) -> bool:
     head, mask = engine.head, getattr(engine.head.options, "mask_token_id", None)
     if isinstance(head, BlockHead):
         fill = head.fill
         head.fill = lambda tokens, rotation, **more: fill(tokens, _turned(head, rotation), **more)  # type: ignore
-        return None
+        return True
     if isinstance(head, FusedHead) and mask is not None:  # P-EAGLE: the entries of masks
         layer = head.layer
 
@@ -215,23 +201,23 @@ def _rope(engine: Engine, target: Target) -> bool | None:
     return isinstance(head, EagleHead) and engine.K > 1
 
 
-def _feedback(engine: Engine, target: Target) -> bool | None:
+def _feedback(engine: Engine, target: Target) -> bool:
     head = engine.head
     if not isinstance(head, EagleHead) or not hasattr(head, "norm") or hasattr(head, "mask_hidden") or engine.K < 2:
         return False
     sample = torch.randn(1, head.config.hidden_size, device=head.fc.weight.device)
     normed = not torch.equal(head.feedback(sample), sample)
     head.feedback = (lambda out: out) if normed else head.norm  # type: ignore
-    return None
+    return True
 
 
-def _one_by_one(engine: Engine, target: Target) -> bool | None:
+def _one_by_one(engine: Engine, target: Target) -> bool:
     engine.make = EagleDrafter
     return hasattr(engine.head, "mask_hidden") and engine.K > 1
 
 
-def _tokens(by: int) -> Callable[[Engine, Target], bool | None]:
-    def spoil(engine: Engine, target: Target) -> bool | None:
+def _tokens(by: int) -> Callable[[Engine, Target], bool]:
+    def spoil(engine: Engine, target: Target) -> bool:
         engine.K += by
         return engine.K >= 1 and engine.head.clamp_draft_length(engine.K) == engine.K
 
@@ -246,7 +232,7 @@ def _lengths_of_its_own(cache: Any) -> None:
         cache._rotation = lambda base_B, first, count: rotation(base_B, int(base_B.max()), count)
 
 
-def _stale_keys(engine: Engine, target: Target) -> bool | None:
+def _stale_keys(engine: Engine, target: Target) -> bool:
     head, K = engine.head, engine.K
     if not head.reads.target_states:
         return _stale_model(engine)
@@ -262,7 +248,7 @@ def _stale_keys(engine: Engine, target: Target) -> bool | None:
     return isinstance(head, EagleHead | BlockHead) and entries > 0
 
 
-def _stale_model(engine: Engine) -> bool | None:
+def _stale_model(engine: Engine) -> bool:
     """The same of a draft model, whose drafts are in its cache when a round begins."""
 
     def patch(drafter: Any) -> None:
@@ -281,7 +267,7 @@ def _stale_model(engine: Engine) -> bool | None:
     return engine.K > 1
 
 
-def _bonus_lost(engine: Engine, target: Target) -> bool | None:
+def _bonus_lost(engine: Engine, target: Target) -> bool:
     def root(state: DecodeState, before: Draft | None) -> DecodeState:
         new = state.new_tokens
         if before is None or new.tokens_Bn.shape[1] < 2:
@@ -305,94 +291,64 @@ def _bonus_lost(engine: Engine, target: Target) -> bool | None:
     return engine.head.reads.target_states
 
 
-def _half(engine: Engine, target: Target) -> bool | None:
+def _half(engine: Engine, target: Target) -> bool:
     head = engine.head
     if next(head.parameters()).dtype != torch.float32 or target.dtype != torch.float32:
         return False
     for module in head.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                rounded = parameter.detach().to(torch.bfloat16).to(parameter.dtype)
-                module._parameters[name] = torch.nn.Parameter(rounded, requires_grad=False)
-    return None
+        for name, parameter in module.named_parameters(recurse=False):
+            rounded = parameter.detach().to(torch.bfloat16).to(parameter.dtype)
+            module._parameters[name] = torch.nn.Parameter(rounded, requires_grad=False)
+    return True
 
 
-FAULTS: Sequence[Fault] = (
-    Fault(
-        "layer + 1", FIRST, "the layers it reads are one too high: ids of layers' outputs taken for inputs", _layers(1)
-    ),
-    Fault(
-        "layer - 1", FIRST, "the layers it reads are one too low: ids of layers' inputs taken for outputs", _layers(-1)
-    ),
-    Fault("layer order", FIRST, "the layers it reads come in another order", _layer_order),
-    Fault("state before the final norm", FIRST, "it reads the target's state before the final norm", _before_norm),
-    Fault("final norm twice", FIRST, "the target's final norm is applied twice to the state it reads", _norm_twice),
-    Fault("token and state apart", FIRST, "each state is read with its own token instead of the next one", _pairing),
-    Fault(
-        "residual",
-        FIRST,
-        "norm_before_residual is taken the other way (it has other defaults elsewhere)",
-        _norm_before_residual,
-    ),
-    Fault(
-        "the target's embedding",
-        FIRST,
-        "the target's embedding is taken where the head has its own",
-        _embedding_of_target,
-    ),
-    Fault("no embedding", FIRST, "the head's embedding was not loaded", _embedding_lost),
-    Fault("shifted vocabulary map", FIRST, "the vocabulary map (d2t) is shifted", _other_map(lambda ids: ids.roll(-1))),
-    Fault(
+_FIRST = (
+    ("layer + 1", "the layers it reads are one too high: ids of layers' outputs taken for inputs", _layers(1)),
+    ("layer - 1", "the layers it reads are one too low: ids of layers' inputs taken for outputs", _layers(-1)),
+    ("layer order", "the layers it reads come in another order", _layer_order),
+    ("state before the final norm", "it reads the target's state before the final norm", _before_norm),
+    ("final norm twice", "the target's final norm is applied twice to the state it reads", _norm_twice),
+    ("token and state apart", "each state is read with its own token instead of the next one", _pairing),
+    ("residual", "norm_before_residual is taken the other way (it has other defaults elsewhere)", _residual),
+    ("the target's embedding", "the target's embedding is taken where the head has its own", _embedding_of_target),
+    ("no embedding", "the head's embedding was not loaded", _embedding_lost),
+    ("shifted vocabulary map", "the vocabulary map (d2t) is shifted", _other_map(lambda ids: ids.roll(-1))),
+    (
         "no vocabulary map",
-        FIRST,
         "the vocabulary map (d2t) is left out, so that ids of the draft are taken for ids of the target",
         _other_map(lambda ids: torch.arange(len(ids), device=ids.device)),
     ),
-    Fault("mask token", FIRST, "another token stands for what is not drafted yet (mask_token_id)", _mask_token),
-    Fault("causal", FIRST, "the block is causal where it should see itself whole, or the other way round", _sees),
-    Fault("window a block too wide", FIRST, "its attention window is wider than the trained one", _window),
-    Fault("no window", FIRST, "its attention window is left out", _no_window),
-    Fault("block length", FIRST, "it fills in a block of another length than the trained one", _block_length),
-    Fault(
-        "fill-in",
-        FIRST,
-        "fill-in is taken for anchor-sampled, or the other way round: drafts begin one slot off",
-        _first_slot,
-    ),
-    Fault("another prompt's cache", FIRST, "the draft's cache is that of the prompt before", _other_prompt),
-    Fault("RoPE offset", LATER, "drafted tokens stand one position too far (RoPE)", _rope),
-    Fault(
+    ("mask token", "another token stands for what is not drafted yet (mask_token_id)", _mask_token),
+    ("causal", "the block is causal where it should see itself whole, or the other way round", _sees),
+    ("window a block too wide", "its attention window is wider than the trained one", _window),
+    ("no window", "its attention window is left out", _no_window),
+    ("block length", "it fills in a block of another length than the trained one", _block_length),
+    ("fill-in", "fill-in is taken for anchor-sampled, or the other way round: drafts begin one slot off", _first_slot),
+    ("another prompt's cache", "the draft's cache is that of the prompt before", _other_prompt),
+)
+_LATER = (
+    ("RoPE offset", "drafted tokens stand one position too far (RoPE)", _rope),
+    (
         "state fed back",
-        LATER,
         "the state fed back is the one before the norm where it should be behind it, or the other way round",
         _feedback,
     ),
-    Fault(
+    (
         "one by one",
-        LATER,
         "drafts are made one by one where the head drafts in parallel (parallel_drafting is missing)",
         _one_by_one,
     ),
-    Fault(
-        "K with the bonus",
-        LATER,
-        "its number of tokens counts the bonus token, so that it drafts one less",
-        _tokens(-1),
-    ),
-    Fault("K and one more", LATER, "it drafts one token more than the export says", _tokens(1)),
-    Fault("keys of rejected drafts", LATER, "keys of rejected drafts stay in the draft's cache", _stale_keys),
-    Fault(
-        "bonus token not read",
-        LATER,
-        "the token behind a draft that was accepted whole is not read by the head",
-        _bonus_lost,
-    ),
-    Fault("half precision", LATER, "the head's weights are rounded to bfloat16", _half),
+    ("K with the bonus", "its number of tokens counts the bonus token, so that it drafts one less", _tokens(-1)),
+    ("K and one more", "it drafts one token more than the export says", _tokens(1)),
+    ("keys of rejected drafts", "keys of rejected drafts stay in the draft's cache", _stale_keys),
+    ("bonus token not read", "the token behind a draft that was accepted whole is not read by the head", _bonus_lost),
+    ("half precision", "the head's weights are rounded to bfloat16", _half),
 )
+FAULTS = [Fault(row[0], stage, *row[1:]) for stage, rows in ((FIRST, _FIRST), (LATER, _LATER)) for row in rows]
 """Those whose drafts can be foretold. Others (QUANTIZED, ...) are told by what is left: see diagnose.py."""
 
 
 def spoiled(fault: Fault, head: Any, tokens: int, target: Target) -> Engine | None:
     """Return an engine with a fault, None where the head cannot have it."""
     engine = Engine.of(head, tokens)
-    return None if fault.spoil(engine, target) is False else engine
+    return engine if fault.spoil(engine, target) else None

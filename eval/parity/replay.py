@@ -118,9 +118,8 @@ class Engine:
         other, self._prompts = self._prompts, own
         if len(own.rows_b) > 1:  # the row above
             back = torch.arange(len(own.rows_b), device=own.rows_b.device).sub(1).clamp(min=0)
-            other = replace(
-                own, ids_bL=own.ids_bL[back], length_b=own.length_b[back], new_tokens=own.new_tokens.select(back)
-            )
+            ids, lengths, new = own.ids_bL[back], own.length_b[back], own.new_tokens.select(back)
+            other = replace(own, ids_bL=ids, length_b=lengths, new_tokens=new)
         self._drafter.admit(_in_place_of(own, other) if self.other and other is not None else own)
 
     def propose(self, state: DecodeState) -> Draft:

@@ -5,6 +5,7 @@ K: num_speculative_tokens. Pure; see eval/report/page_model.py for the values an
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from draftsmith.eval.report.cells import DASH, between, number, percent, significant, times, whole
 from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Section, System, Table, View, best_k
@@ -49,16 +50,13 @@ def _position_curves(view: View, key: str, caption: str) -> tuple[list[Figure], 
     for name, drawn in curves.items():
         lines = [Series(s.label, s.index, _pad(curve, width)) for s, _, curve in drawn]
         if lines:
-            panels.append(
-                line_panel(
-                    name, labels, lines, x_title="draft position", show=lambda v: percent(v, 0), y_range=(0.0, 1.0)
-                )
-            )
+            show, ends = partial(percent, digits=0), (0.0, 1.0)
+            panels.append(line_panel(name, labels, lines, x_title="draft position", show=show, y_range=ends))
         for s, m, curve in drawn:
             counts = map(whole, (m.rounds, _reached(m, len(curve))) if key == "alpha_at" else (m.rounds,))
             rows.append(Row((name, s.label, *map(percent, _pad(curve, width)), *counts), name == OVERALL))
-    ends = ("rounds", "rounds that reached the last") if key == "alpha_at" else ("rounds",)
-    table = Table(caption, ("slice", "system", *labels, *ends), tuple(rows), heads=2, folded=True)
+    counted = ("rounds", "rounds that reached the last") if key == "alpha_at" else ("rounds",)
+    table = Table(caption, ("slice", "system", *labels, *counted), tuple(rows), heads=2, folded=True)
     return [Figure(f"{caption}.", tuple(panels), view.legend, folded=key != "alpha_at")], [table]
 
 
@@ -120,23 +118,13 @@ def _context_figures(view: View) -> tuple[Figure, ...]:
         groups = {group.name: group for group in system.drafter.overall.contexts or ()}
         taus, spreads = zip(*(_group_tau(groups.get(name, Group(name))) for name in names), strict=True)
         lines.append(Series(system.label, system.index, taus, spreads=spreads))
-    tops = [
-        end
-        for line in lines
-        for tau, spread in zip(line.values, line.spreads, strict=True)
-        for end in (tau, *(spread or ()))
-    ]
-    labels, ends = (
-        [f"{name.split(' ')[0]}+" for name in names],
-        (1.0, max([2.0, *(top for top in tops if top is not None)])),
-    )
+    pairs = [pair for line in lines for pair in zip(line.values, line.spreads, strict=True)]
+    tops = [end for tau, spread in pairs for end in (tau, *(spread or ())) if end is not None]
+    labels, ends = [f"{name.split(' ')[0]}+" for name in names], (1.0, max([2.0, *tops]))
     panel = line_panel("Accepted length τ", labels, lines, x_title="tokens before the draft", show=number, y_range=ends)
-    intervals = ", with 95% intervals over prompts" if any(one for line in lines for one in line.spreads) else ""
-    return (
-        Figure(
-            f"Accepted length τ by the tokens that stood before the draft{intervals}.", (panel,), view.legend, wide=True
-        ),
-    )
+    intervals = ", with 95% intervals over prompts" if any(spread for _, spread in pairs) else ""
+    caption = f"Accepted length τ by the tokens that stood before the draft{intervals}."
+    return (Figure(caption, (panel,), view.legend, wide=True),)
 
 
 def _group_table(
@@ -205,11 +193,8 @@ def sweep(view: View) -> Section:
     gains = [p.predicted_speedup for p in points if p.predicted_speedup is not None]
     figures: list[Figure] = []
     if taus:
-        figures.append(
-            _sweep_figure(
-                view, lengths, "tau_simulated", "Accepted length τ by draft length K.", (1.0, max([2.0, *taus]))
-            )
-        )
+        ends = (1.0, max([2.0, *taus]))
+        figures = [_sweep_figure(view, lengths, "tau_simulated", "Accepted length τ by draft length K.", ends)]
     if gains:
         ends = (min([1.0, *gains]), max([1.5, *gains]))
         figures = [
@@ -245,13 +230,11 @@ def _sweep_tables(view: View, lengths: Sequence[int], gains: bool) -> list[Table
     taus = view.rows(lambda m: [*map(number, _at_lengths(m, lengths, "tau_simulated"))] if m.k_sweep else None)
     tables = [Table("Accepted length τ by K, simulated", columns, taus, heads=2, folded=True)]
     if gains:
-        speedups = view.rows(
-            lambda m: (
-                [*map(times, _at_lengths(m, lengths, "predicted_speedup")), str(best_k(m) or DASH)]
-                if m.k_sweep
-                else None
-            )
-        )
+
+        def cells(m: Measures) -> list[str]:
+            return [*map(times, _at_lengths(m, lengths, "predicted_speedup")), str(best_k(m) or DASH)]
+
+        speedups = view.rows(lambda m: cells(m) if m.k_sweep else None)
         tables.append(Table("Predicted speedup by K", (*columns, "best K"), speedups, heads=2, folded=True))
     return tables
 
@@ -261,15 +244,10 @@ def _budget_tables(view: View) -> list[Table]:
     sizes = sorted({int(n) for name in view.slices for _, m in view.measured(name) for n in m.budget_sweep or ()})
     if not sizes:
         return []
-    rows = view.rows(
-        lambda m: [number(m.budget_sweep.get(str(n))) for n in sizes] if m.budget_sweep is not None else None
-    )
+    rows = view.rows(lambda m: None if m.budget_sweep is None else [number(m.budget_sweep.get(str(n))) for n in sizes])
     columns = ("slice", "system", *(f"{n} tokens" for n in sizes))
-    return [
-        Table(
-            "Accepted length τ by the size of a tree, the root included, simulated", columns, rows, heads=2, folded=True
-        )
-    ]
+    caption = "Accepted length τ by the size of a tree, the root included, simulated"
+    return [Table(caption, columns, rows, heads=2, folded=True)]
 
 
 def _cost_tables(view: View) -> list[Table]:

@@ -18,46 +18,29 @@ from draftsmith.eval.training.history import tell
 def training(view: View) -> Section:
     """The training of the run's head."""
     past = view.history
-    title, about = (
-        "How the head came to be",
-        (
-            "Held-out tau is the simulated accepted length on answers that the head did not learn from. While it rises, more data or more "
-            "epochs still help."
-        ),
+    about = (
+        "Held-out tau is the simulated accepted length on answers that the head did not learn from. While it rises, more data or more "
+        "epochs still help."
     )
+    head = ("training", "How the head came to be", about)
     if past is None:
-        return Section("training", title, about, missing="The training of this head is not in the run.")
+        return Section(*head, missing="The training of this head is not in the run.")
     points = past.points
     labels = [f"{p.tokens / 1e6:.2g}M" for p in points]
     taus = tuple(p.tau for p in points)
     k = "" if past.num_speculative_tokens is None else f", K = {past.num_speculative_tokens}"
-    panel = line_panel(
-        f"held-out tau{k}",
-        labels,
-        [Series("tau", 0, taus)],
-        x_title="tokens read",
-        show=number,
-        y_range=(1.0, max(2.0, *taus)),
-    )
+    lines, ends = [Series("tau", 0, taus)], (1.0, max(2.0, *taus))
+    panel = line_panel(f"held-out tau{k}", labels, lines, x_title="tokens read", show=number, y_range=ends)
     rows = tuple(Row((f"{p.step}", f"{p.tokens:,}", number(p.tau)), p == past.best) for p in points)
     tables = [Table("Held-out evaluations", ("step", "tokens", "τ"), rows, folded=True)]
     if past.coverage is not None and past.coverage.heldout_by_slice:
         covered = tuple(Row((name, percent(share))) for name, share in past.coverage.heldout_by_slice.items())
-        tables.append(
-            Table(
-                "Tokens of held-out answers that the draft vocabulary has", ("slice", "covered"), covered, folded=True
-            )
-        )
+        caption = "Tokens of held-out answers that the draft vocabulary has"
+        tables.append(Table(caption, ("slice", "covered"), covered, folded=True))
     warned = {f"warning: {text}" for result in view.results for text in result.warnings}  # which the page says above
-    lines = (line for line in tell(past) if line not in warned)
-    return Section(
-        "training",
-        title,
-        about,
-        (Figure("Held-out tau over the training; the best head is kept.", (panel,)),),
-        tuple(tables),
-        tuple(line[0].upper() + line[1:].rstrip(".") + "." for line in lines),
-    )
+    figure = Figure("Held-out tau over the training; the best head is kept.", (panel,))
+    notes = tuple(line[0].upper() + line[1:].rstrip(".") + "." for line in tell(past) if line not in warned)
+    return Section(*head, (figure,), tuple(tables), notes)
 
 
 def latency(view: View) -> Section:
@@ -158,13 +141,12 @@ def looping(view: View) -> Section:
         if some(list(looped.values())):
             shares = (percent(looped.get(s.index)) for s in view.systems)
             rows.append(Row((name, whole(prompts), *shares), name == OVERALL))
+    table = Table("Looping answers", ("slice", "prompts", *(s.label for s in view.systems)), tuple(rows))
     return Section(
         "looping",
         "Looping answers",
         "Share of answers that repeat a 6-gram four times. A loop is easy to draft, so it raises τ and speedup.",
-        tables=(Table("Looping answers", ("slice", "prompts", *(s.label for s in view.systems)), tuple(rows)),)
-        if rows
-        else (),
+        tables=(table,) if rows else (),
         missing="Loops were not counted.",
         folded=True,
     )

@@ -42,12 +42,8 @@ _KINDS = {Action.DEPLOY: "good", Action.CHANGE_K: "good", Action.DO_NOT_DEPLOY: 
 def banner(view: View) -> Banner:
     """Return the verdict as the page opens with it; without a plan, that none was made."""
     doubts = doubts_of(view.results)
-    warnings = (
-        [f"Measured on a busy machine, do not quote: {'; '.join(doubts)}. Evaluate again with {QUIET}."]
-        if doubts
-        else []
-    )
-    decision = view.decision
+    busy = f"Measured on a busy machine, do not quote: {'; '.join(doubts)}. Evaluate again with {QUIET}."
+    warnings, decision = [busy] if doubts else [], view.decision
     if decision is None:
         return _unplanned(view, tuple(warnings))
     verdict, plan = decision.verdict, decision.plan
@@ -56,10 +52,9 @@ def banner(view: View) -> Banner:
     gains, _ = plan.gains(verdict.option)
     temperatures = [r.settings.temperature for r in plan.results]
     k, tau = verdict.option.num_speculative_tokens, number(verdict.option.tau)
-    figure = (
-        times(gains[0]),
-        f"the speed of the target alone at temperature {temperatures[0]:g}, with K = {k} (τ {tau})",
-    )
+    what = f"the speed of the target alone at temperature {temperatures[0]:g}, with K = {k} (τ {tau})"
+    # What must not be quoted is no headline.
+    figure = None if verdict.action is Action.MEASURE_AGAIN else (times(gains[0]), what)
     kind = _KINDS.get(verdict.action, "unsure")
     # What the warning says already is not repeated.
     said = {f"The clock: {doubt}." for doubt in doubts}
@@ -69,39 +64,25 @@ def banner(view: View) -> Banner:
         for engine, snippets in engine_settings(decision).items()
         for snippet in snippets
     )
-    # What must not be quoted is no headline.
-    return Banner(
-        kind,
-        str(verdict.action),
-        verdict.headline,
-        None if verdict.action is Action.MEASURE_AGAIN else figure,
-        settings,
-        reasons,
-        tuple(warnings),
-    )
+    return Banner(kind, str(verdict.action), verdict.headline, figure, settings, reasons, tuple(warnings))
 
 
 def _unplanned(view: View, warnings: tuple[str, ...]) -> Banner:
     """Open with what was measured of the first drafter."""
-    missing = "Costs were not measured, so there is no plan"
-    if (
-        not view.systems
-        and (first := view.results[0].served) is not None
-        and (told := servers.headline(first)) is not None
-    ):
-        return Banner(
-            "unsure", "running servers", told[1], (times(told[0]), "the speed of the first server"), (), (), warnings
-        )
+    missing, first = "Costs were not measured, so there is no plan", view.results[0].served
+    told = None if view.systems or first is None else servers.headline(first)
+    if told is not None:
+        figure = times(told[0]), "the speed of the first server"
+        return Banner("unsure", "running servers", told[1], figure, warnings=warnings)
     for system in view.systems:
         m, tau = system.drafter.overall, tau_of(system.drafter.overall)
         if m.speedup is not None:
             text = f"{missing}; {system.label} decodes {times(m.speedup)} as fast as the target alone, τ {number(tau)}."
-            return Banner(
-                "unsure", "no plan", text, (times(m.speedup), "the speed of the target alone"), (), (), warnings
-            )
+            figure = times(m.speedup), "the speed of the target alone"
+            return Banner("unsure", "no plan", text, figure, warnings=warnings)
         if tau is not None:
             text = f"{missing}, and no speed: {system.label} would get {number(tau)} tokens from each target pass."
-            return Banner("unsure", "no plan", text, (number(tau), "tokens per target pass"), (), (), warnings)
+            return Banner("unsure", "no plan", text, (number(tau), "tokens per target pass"), warnings=warnings)
     return Banner("unsure", "no plan", f"{missing}.", warnings=warnings)
 
 

@@ -116,10 +116,8 @@ class View:
 
     def rows(self, cells: Callable[[Measures], Sequence[str] | None]) -> tuple[Row, ...]:
         """Return a row per slice and system: these two, then the cells of its measures; none where these are None."""
-        cells_of = [(name, system.label, cells(m)) for name in self.slices for system, m in self.measured(name)]
-        return tuple(
-            Row((name, label, *texts), name == OVERALL) for name, label, texts in cells_of if texts is not None
-        )
+        found = [(name, system.label, cells(m)) for name in self.slices for system, m in self.measured(name)]
+        return tuple(Row((name, label, *texts), name == OVERALL) for name, label, texts in found if texts is not None)
 
     def spread(self, result_index: int, m: Measures, spread: tuple[float, float] | None) -> tuple[float, float] | None:
         """Return the spread of a speed over the repeats, None where one repeat or fewer than FEWEST_PROMPTS prompts made it."""
@@ -170,10 +168,8 @@ def _traits(result: Result) -> list[str]:
 
 def best_k(m: Measures) -> int | None:
     """Return the draft length with the largest predicted speedup, the shortest of equals; None without costs."""
-    gains = [
-        (p.predicted_speedup, -p.num_speculative_tokens) for p in m.k_sweep or () if p.predicted_speedup is not None
-    ]
-    return -max(gains)[1] if gains else None
+    known = [p for p in m.k_sweep or () if p.predicted_speedup is not None]
+    return -max((p.predicted_speedup or 0.0, -p.num_speculative_tokens) for p in known)[1] if known else None
 
 
 def tau_of(m: Measures) -> float | None:

@@ -69,8 +69,7 @@ def line_panel(
     most = 6 if max(map(len, x_labels), default=0) > 2 else 16
     every = -(-len(x_labels) // most) or 1
     for i in range((len(x_labels) - 1) % every, len(x_labels), every):
-        label = x_labels[i]
-        parts.append(_text(x(i), height - bottom + 16, label, "tick", "middle"))
+        parts.append(_text(x(i), height - bottom + 16, x_labels[i], "tick", "middle"))
     parts.append(_text((left + width - right) / 2, height - 6, x_title, "tick", "middle"))
     parts += [_line(one, x, y, x_labels, show) for one in series]
     alternative = "; ".join(f"{one.label}: " + ", ".join(_spoken(v, show) for v in one.values) for one in series)
@@ -126,9 +125,8 @@ def bars_panel(
         parts.append(_text(left - 8, y + bar * len(bars) / 2 + 4, _short(name, 13), "label", "end", tooltip=name))
         for one in bars:
             parts += _bar(name, one, x, y, bar, show)
-            alternative.append(
-                f"{name}, " + ", ".join(f"{part}: {_spoken(value, show)}" for part, _, value in one.parts)
-            )
+            spoken = ", ".join(f"{part}: {_spoken(value, show)}" for part, _, value in one.parts)
+            alternative.append(f"{name}, {spoken}")
             y += bar
         y += gap
     if reference:

@@ -61,26 +61,20 @@ def tables_of(served: Served) -> list[Table]:
             waits = (_both(side.latency_s), _both(side.wait_s), str(side.answered), str(side.asked))
             more.append(Row((*heads, *waits)))
             accepted += [Row((*heads, *_accepted(a)))] if (a := side.acceptance) else []
-    heads = ("concurrency", "server")
-    tables = [
+    heads, records = ("concurrency", "server"), "What the servers accepted, by their own records"
+    return [
         Table("Speed", (*heads, *_SPEED), tuple(speed), 2),
         Table("Latency", (*heads, *_MORE), tuple(more), 2, folded=True),
+        *([Table(records, (*heads, *_ACCEPTED), tuple(accepted), 2)] if accepted else []),
     ]
-    return (
-        [*tables, Table("What the servers accepted, by their own records", (*heads, *_ACCEPTED), tuple(accepted), 2)]
-        if accepted
-        else tables
-    )
 
 
 def _speed(side: ServedSide) -> tuple[str, ...]:
     pace = side.token_s
     rates = DASH if pace is None else f"{significant(1 / pace.p50)} / {significant(1 / pace.p95)}"
     predicted = DASH if side.predicted is None else f"{times(side.predicted)} at τ {number(side.predicted_tau)}"
-    tau, speedup = (
-        number(side.acceptance.tau if side.acceptance else None),
-        between(times(side.speedup), side.speedup_interval, times),
-    )
+    tau = number(side.acceptance.tau if side.acceptance else None)
+    speedup = between(times(side.speedup), side.speedup_interval, times)
     return (tau, speedup, predicted, significant(side.tok_s), rates, _both(side.ttft_s))
 
 

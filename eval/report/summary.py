@@ -27,14 +27,10 @@ def describe(system: System, planned: bool = False) -> str:
         parts.append(f"decoding is {times(m.speedup)} as fast as the target alone on this machine{slower}{rates}")
     else:
         parts.append("the speed was not measured")
-    text = "; ".join(parts) + "."
-    best = best_k(m)
-    length = (
-        ""
-        if best is None or planned
-        else f" By the measured costs, K = {best} is the best draft length over all slices."
-    )
-    return text[0].upper() + text[1:] + _change(m) + _equality(m) + _loops(system) + length
+    text, best = "; ".join(parts) + ".", best_k(m)
+    length = f" By the measured costs, K = {best} is the best draft length over all slices."
+    more = "" if best is None or planned else length
+    return text[0].upper() + text[1:] + _change(m) + _equality(m) + _loops(system) + more
 
 
 def _range_over_slices(system: System) -> str:
@@ -51,9 +47,8 @@ def _change(m: Measures) -> str:
     """Say how far a tuned target differs from the original."""
     if m.agreement is None:
         return ""
-    perplexity = (
-        f"{number(m.perplexity)} under the original (the original's own texts: {number(m.perplexity_baseline)})"
-    )
+    own = f"the original's own texts: {number(m.perplexity_baseline)}"
+    perplexity = f"{number(m.perplexity)} under the original ({own})"
     return (
         f" It changes the target: on the original's texts the tuned target's likeliest token is the same {percent(m.agreement)} "
         f"of the time (KL {number(m.kl, 4)} per token); its own texts have a perplexity of {perplexity}."
@@ -86,15 +81,11 @@ def headline(view: View) -> Section:
     if some([tau_of(m) for name in view.slices for _, m in view.measured(name)]):
         panels.append(_bars("Accepted length τ", view, tau_of, lambda _, m: interval_of(m), number))
     if some([m.speedup for name in view.slices for _, m in view.measured(name)]):
-        panels.append(
-            _bars(
-                "Speedup",
-                view,
-                lambda m: m.speedup,
-                lambda s, m: view.spread(s.result_index, m, m.speedup_spread),
-                times,
-            )
-        )
+
+        def spread(s: System, m: Measures) -> tuple[float, float] | None:
+            return view.spread(s.result_index, m, m.speedup_spread)
+
+        panels.append(_bars("Speedup", view, lambda m: m.speedup, spread, times))
     caption = "Whiskers: 95% interval over prompts for τ, lowest to highest repeat for the speedup."
     return Section(
         "headline",
@@ -180,16 +171,11 @@ def _bars(
     spread: Callable[[System, Measures], tuple[float, float] | None],
     show: Callable[[float], str],
 ) -> str:
-    groups = [
-        (
-            name,
-            [
-                Bar(((s.label, f"bar s{s.index % NUM_COLOURS}", value(m)),), spread(s, m))
-                for s, m in view.measured(name)
-            ],
-        )
-        for name in view.slices
-    ]
+
+    def bar(s: System, m: Measures) -> Bar:
+        return Bar(((s.label, f"bar s{s.index % NUM_COLOURS}", value(m)),), spread(s, m))
+
+    groups = [(name, [bar(s, m) for s, m in view.measured(name)]) for name in view.slices]
     return bars_panel(title, groups, show=show, reference=(1.0, ALONE))
 
 
@@ -198,6 +184,7 @@ def accepted_length(view: View) -> Section:
     columns = ("slice", "system", "prompts", "tokens", "rounds", "τ decoded", "τ simulated", "difference")
     ends = ("mean over prompts", "accepted / drafted", f"prompts for ±{percent(WITHIN, 0)}")
     known = some([tau_of(m) for name in view.slices for _, m in view.measured(name)])
+    table = Table("Counts and accepted length", (*columns, *ends), view.rows(_length_cells), heads=2)
     return Section(
         "accepted-length",
         "Accepted length, decoded and simulated",
@@ -205,9 +192,7 @@ def accepted_length(view: View) -> Section:
         "decoded answers. At temperature 0 the two are equal; above it they agree within the sampling error of acceptance, whose "
         "standard error follows the difference. A slice is a sum over its tokens; the mean over prompts weighs prompts equally. The "
         "last column is how many prompts of the kind would give the 95% interval of τ that width.",
-        tables=(Table("Counts and accepted length", (*columns, *ends), view.rows(_length_cells), heads=2),)
-        if known
-        else (),
+        tables=(table,) if known else (),
         missing="The accepted length was not measured.",
         folded=True,
     )

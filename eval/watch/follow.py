@@ -11,10 +11,10 @@ from typing import Any
 
 from draftsmith.errors import UserError, one_line
 from draftsmith.eval.ledger.counts import Counts
-from draftsmith.eval.ledger.sources import SGLANG, UNKNOWN_LOG, VLLM, Told, read_log, read_record, read_server
+from draftsmith.eval.ledger.sources import UNKNOWN_LOG, Told, read_log, read_record, read_server
 from draftsmith.eval.measure.measure import is_looping
 from draftsmith.eval.watch.sequential import Observation
-from draftsmith.foreign.server import ModelServer
+from draftsmith.foreign.server import SGLANG, VLLM, ModelServer
 from draftsmith.foreign.text import MOST_LINE_BYTES, open_file, parse_json
 from draftsmith.progress import say
 

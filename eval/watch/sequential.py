@@ -90,16 +90,8 @@ def learn(rounds: Array, tokens: Array, days: float, share: float) -> Baseline:
         within = float(np.log(limit(share) / start)) / growth[best] if growth[best] > 0 and start > 0 else 0.0
         return Bets(reference, (float(grid[best]), float(grid[best]) / _SLOWER), within)
 
-    return Baseline(
-        len(rounds),
-        tau,
-        deviation / float(tokens.mean()),
-        (low, high),
-        centre,
-        clumping,
-        bets(LOW, tau - float(error)),
-        bets(HIGH, tau + float(error)),
-    )
+    sides = bets(LOW, tau - float(error)), bets(HIGH, tau + float(error))
+    return Baseline(len(rounds), tau, deviation / float(tokens.mean()), (low, high), centre, clumping, *sides)
 
 
 def score(name: str, tau: float, centre: float, bounds: tuple[float, float], rounds: Array, tokens: Array) -> Array:
@@ -171,9 +163,8 @@ class Side:
         scores = score(name, bets.tau, baseline.centre, baseline.bounds, of.rounds, of.tokens)
         gains = np.log(np.stack([gain(size, scores, baseline.clumping) for size in bets.sizes]))
         product = gains.cumsum(1)
-        with np.errstate(
-            divide="ignore"
-        ):  # evidence (e + d) g from one to the next, as sums of logarithms over every start
+        # Evidence (e + d) g from one to the next, as sums of logarithms over every start.
+        with np.errstate(divide="ignore"):
             starts = np.log(days) - (product - gains)
             starts[:, 0] = np.logaddexp(starts[:, 0], np.log(self.evidence))
         evidence = product + np.logaddexp.accumulate(starts, axis=1)
@@ -270,6 +261,11 @@ class Watched:
     def in_requests(self, observations: float) -> float:
         """Return about how many requests so many observations tell of; the same number where that is not known."""
         return observations * self.requests / self.observations if self.requests else observations
+
+    @property
+    def told(self) -> float:
+        """The requests so far; where these are not known, the intervals."""
+        return self.observations if self.requests is None else self.requests
 
     def _test(self, baseline: Baseline, rows: Sequence[Observation]) -> None:
         if self.alarm is not None:

@@ -6,7 +6,6 @@ products are faster already, and on one that transformers opened by itself.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -19,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import draftsmith
 from draftsmith.decoder.answers import Request
-from draftsmith.machine import environment_json
-from draftsmith.storage import write_json
+from scripts.bench.commands import facts_of, keep
 
 OURS, SAME, THEIRS = "draftsmith.decode", "generate, the same model", "generate, transformers' own model"
 
@@ -81,13 +79,10 @@ def main(argv: list[str]) -> int:
     own = parser.parse_args(argv)
     torch.set_num_threads(1)
     prompt = torch.randint(100, 10_000, (own.prompt_tokens,), generator=torch.Generator().manual_seed(0)).tolist()
-    result: dict[str, Any] = {"command": f"python -m scripts.bench.alone {' '.join(argv)}", **environment_json()}
+    result = facts_of("alone", argv)
     for dtype in ("float32", "bfloat16"):
         result[dtype] = measure(ways(own.target, dtype, prompt, own.new_tokens), own.repeats)
-    if own.output:
-        write_json(own.output, result)
-    print(json.dumps(result, indent=2))
-    return 0
+    return keep(own.output, result)
 
 
 if __name__ == "__main__":

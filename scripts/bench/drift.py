@@ -6,8 +6,6 @@ and counts how many come until the alarm. Traffic: answers of a finished answers
 """
 
 import argparse
-import json
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -21,9 +19,8 @@ from draftsmith.eval.results.intervals import wilson
 from draftsmith.eval.results.result import read_result
 from draftsmith.eval.watch.sequential import HIGH, LARGEST, LOW, Observation, Watched, share_of
 from draftsmith.foreign.text import read_json_lines
-from draftsmith.machine import environment_json
 from draftsmith.progress import Bar
-from draftsmith.storage import write_json
+from scripts.bench.commands import facts_of, keep
 
 Array = npt.NDArray[np.float64]
 Draw = Callable[[np.random.Generator, int], tuple[Array, Array]]
@@ -189,21 +186,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path)
     own = parser.parse_args(argv)
     traffic = kinds(own.answers)
-    facts: dict[str, Any] = {"command": f"python -m scripts.bench.drift {shlex.join(argv)}", **environment_json()}
-    facts |= {"requests_per_day": own.requests, "traffic": {}}
+    facts = facts_of("drift", argv) | {"requests_per_day": own.requests, "traffic": {}}
     rows = [(name, draw, 1, False) for name, draw in traffic.items()]
     mixed = "prompts that differ much"
-    rows += [
-        (f"{mixed}, third slice", traffic[mixed], 3, False),
-        (f"{mixed}, counters", summed(traffic[mixed]), 1, True),
-    ]
+    rows += [(f"{mixed}, third slice", traffic[mixed], 3, False)]
+    rows += [(f"{mixed}, counters", summed(traffic[mixed]), 1, True)]
     with Bar(total=own.runs * len(rows), desc="drift", unit="day") as bar:
         for name, draw, slices, interval in rows:
             facts["traffic"][name] = measure(draw, own.runs, own.requests, slices, interval, bar)
-            if own.output:
-                write_json(own.output, facts)
-    print(json.dumps(facts, indent=2))
-    return 0
+    return keep(own.output, facts)
 
 
 if __name__ == "__main__":

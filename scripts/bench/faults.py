@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import random
-import shlex
 import shutil
 import sys
 import time
@@ -29,8 +28,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.cli.main import main as draftsmith
 from draftsmith.data.embedded import SHIPPED, ensure_embedded
-from draftsmith.machine import environment_json
-from draftsmith.storage import EARLIER, write_json
+from draftsmith.storage import EARLIER
+from scripts.bench.commands import facts_of, keep
 from scripts.bench.killing import counted, in_children, kill_after, kill_at
 
 RECIPE = (
@@ -69,11 +68,8 @@ def outcome(run: Path) -> dict[str, Any]:
     """Return what a finished run is worth: digests of its lasting files, every tau, and what is left over."""
     files = [path for path in sorted(run.rglob("*")) if path.is_file()]
     lasting = [path for path in files if path.suffix in (".safetensors", ".jsonl", ".bin") and "step_" not in str(path)]
-    digests = {
-        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in lasting
-        if path.name != "metrics.jsonl"  # it holds speeds
-    }
+    kept = [path for path in lasting if path.name != "metrics.jsonl"]  # which holds speeds
+    digests = {str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest() for path in kept}
     taus = {
         f"{path.parent.name} {name}": (drafter["overall"]["tau"], drafter["overall"]["tau_simulated"])
         for path in sorted(run.glob("evaluation/*/result.json"))
@@ -126,7 +122,7 @@ class Kill:
         """Return `work` as a process does it that is killed so."""
         if self.operation is not None:
             return kill_at(self.operation, run, work)
-        return kill_after(self.seconds or 0.0, run, work)
+        return kill_after(self.seconds or 0.0, work)
 
     def __str__(self) -> str:
         when = f"at operation {self.operation}" if self.operation is not None else f"after {self.seconds:.2f} s"
@@ -271,25 +267,15 @@ def main(argv: list[str]) -> int:
         if time.monotonic() - begin > own.minutes * 60:
             break
         bench.kill(one)
-    files = [
-        str(p.relative_to(bench.whole)) for p in sorted(bench.whole.rglob("*")) if p.is_file() and p.name != ".lock"
-    ]
-    spoilt = [] if several else [(file, way) for file in files for way in WAYS]  # whatever processes made them
-    for file, way in tqdm(spoilt, desc="damage", unit="file"):
+    paths = () if several else sorted(bench.whole.rglob("*"))  # whatever processes made them
+    files = [str(p.relative_to(bench.whole)) for p in paths if p.is_file() and p.name != ".lock"]
+    for file, way in tqdm([(file, way) for file in files for way in WAYS], desc="damage", unit="file"):
         bench.damage(file, way)
     for file in () if several else FOREIGN:
         bench.foreign(file)
-    write_json(
-        own.output or Path(f"docs/results/faults{'-processes' if several else ''}.json"),
-        {
-            **environment_json(),
-            "command": shlex.join(["python", "-m", "scripts.bench.faults", *argv]),
-            "operations": {redo or "first run": n for redo, (n, _) in found.items()},
-            "counts": bench.counts,
-            "findings": bench.findings,
-        },
-    )
-    print(json.dumps(bench.counts, indent=2))
+    facts = facts_of("faults", argv) | {"operations": {redo or "first run": n for redo, (n, _) in found.items()}}
+    output = own.output or Path(f"docs/results/faults{'-processes' if several else ''}.json")
+    keep(output, facts | {"counts": bench.counts, "findings": bench.findings}, bench.counts)
     return int(any(not finding["verdict"].startswith("named") for finding in bench.findings))
 
 

@@ -38,12 +38,11 @@ from draftsmith.data.features.index import CHECKSUMS, INDEX_NAME, SHARDS, StoreS
 from draftsmith.data.features.store import FeatureStore, estimate_bytes
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.registry import methods
-from draftsmith.machine import environment_json
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from draftsmith.train.feed import Feed
 from draftsmith.train.schedule import Schedule, TrainData
+from scripts.bench.commands import facts_of, keep
 from tests.models import make_target
 
 WIDTH, VOCAB, LAYERS, SAMPLE_TOKENS = 4096, 128_256, (2, 16, 29), 2048
@@ -224,13 +223,9 @@ def main(argv: Sequence[str]) -> int:
     option("--seconds", type=float, default=0.25, help="of a pretended pass")
     own = parser.parse_args(argv)
     torch.set_num_threads(1)
-    alone = "chrt -f 20 " if os.sched_getscheduler(0) == os.SCHED_FIFO else ""
-    facts = environment_json() | {"command": f"{alone}python -m scripts.bench.features {' '.join(argv)}"}
+    alone, facts = "chrt -f 20 " if os.sched_getscheduler(0) == os.SCHED_FIFO else "", facts_of("features", argv)
     result = own.run(own)
-    if own.output:
-        write_json(own.output, facts | result)
-    print(json.dumps(result, indent=2))
-    return 0
+    return keep(own.output, facts | {"command": alone + facts["command"]} | result, result)
 
 
 if __name__ == "__main__":

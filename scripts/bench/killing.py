@@ -95,15 +95,13 @@ def counted(inside: Path, into: Path, work: Callable[[], int]) -> Callable[[], i
     return counting
 
 
-def kill_after(seconds: float, inside: Path, work: Callable[[], int]) -> Callable[[], int]:
-    """Return `work` as a process does it that is killed after some time, whatever it does in `inside`."""
+def kill_after(seconds: float, work: Callable[[], int]) -> Callable[[], int]:
+    """Return `work` as a process does it that is killed after some time."""
 
     def killed() -> int:
-        def strike() -> None:
-            time.sleep(seconds)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=strike, daemon=True).start()
+        timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
         return work()
 
     return killed

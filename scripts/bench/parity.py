@@ -40,12 +40,13 @@ from draftsmith.eval.parity.diagnose import (
 from draftsmith.eval.parity.faults import FAULTS, spoiled
 from draftsmith.eval.parity.replay import Engine, read_text, replay
 from draftsmith.heads.registry import find_method
-from draftsmith.machine import environment_json
 from draftsmith.progress import say
 from draftsmith.storage import write_json
 from draftsmith.target.target import Target
+from scripts.bench.commands import facts_of
 
 _BLOCK = {"layer_ids": [1, 2], "block_size": 5, "num_layers": 1, "mask_token_id": 0, "anchors": 6}
+_SELECTOR = {"conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
 METHODS: dict[str, tuple[dict[str, Any], bool, int]] = {
     "eagle3": ({"layer_ids": [0, 1, 2], "ttt_steps": 4, "draft_vocab_size": 64, "sliding_window": 9}, True, 4),
     "peagle": ({"layer_ids": [0, 1, 2], "draft_vocab_size": 64, "depths": 4, "num_hidden_layers": 2}, True, 4),
@@ -54,11 +55,7 @@ METHODS: dict[str, tuple[dict[str, Any], bool, int]] = {
     "medusa": ({"num_heads": 4}, False, 3),
     "hydra": ({"num_heads": 4, "prefix_attention": True}, False, 3),
     "dflash": (_BLOCK | {"layer_ids": [0, 1]}, False, 4),
-    "dflash2": (
-        _BLOCK | {"conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6, "sliding_window": 9},
-        False,
-        3,
-    ),
+    "dflash2": (_BLOCK | _SELECTOR | {"sliding_window": 9}, False, 3),
     "jetspec": (_BLOCK, False, 4),
     "dspark": (_BLOCK | {"draft_vocab_size": 64, "markov_rank": 4}, True, 4),
     "domino": (_BLOCK | {"gru_hidden_dim": 6, "emb_dim": 4}, False, 4),
@@ -116,7 +113,8 @@ def make_case(method: str, seed: int) -> Case:
 def engines_of(case: Case) -> Iterator[tuple[str, bool, list[Seen]]]:
     """Yield every known-bad engine that the head can have: its fault, whether it was replayed, and what it gives."""
     bundle, target, head = case.bundle, case.target, case.head
-    right = _decoded(case, target, Engine.of(head, bundle.num_speculative_tokens))
+    tokens = bundle.num_speculative_tokens
+    right = _decoded(case, target, Engine.of(head, tokens))
     yield RIGHT, False, right
     for fault in FAULTS:
         if fault.name in (*bundle.faults, *bundle.unseen):
@@ -124,15 +122,17 @@ def engines_of(case: Case) -> Iterator[tuple[str, bool, list[Seen]]]:
             assert engine is not None
             fed = engine.layer_ids != head.reads.layer_ids and max(engine.layer_ids) == target.num_layers
             replayed = fed or engine.last is not Engine.last
-            yield fault.name, replayed, _replayed(case, engine) if replayed else _decoded(case, target, engine)
+            if not replayed:
+                yield fault.name, False, _decoded(case, target, engine)
+                continue
+            texts = [read_text(target, p.prompt_ids, p.text_ids, p.answer_tokens) for p in bundle.prompts]
+            pairs = zip(bundle.prompts, replay(engine, texts), strict=True)
+            yield fault.name, True, [Seen(prompt.id, prompt.answer_ids, own.rounds) for prompt, own in pairs]
     counted = [tuple(EngineRound(r.drafted, r.accepted + 1) for r in one.rounds or ()) for one in right]
     yield BONUS, False, [replace(one, rounds=rounds) for one, rounds in zip(right, counted, strict=True)]
     yield SILENT, False, [replace(one, rounds=()) for one in right]
-    yield (
-        TEMPLATE,
-        False,
-        [replace(one, prompt_tokens=len(p.prompt_ids) + 3) for one, p in zip(right, bundle.prompts, strict=True)],
-    )
+    longer = [len(prompt.prompt_ids) + 3 for prompt in bundle.prompts]
+    yield TEMPLATE, False, [replace(one, prompt_tokens=n) for one, n in zip(right, longer, strict=True)]
     yield ENDS, False, _decoded(case, target, Engine.of(head, bundle.num_speculative_tokens), ignore_eos=True)
     yield QUANTIZED, False, _decoded(case, _quantized(target), Engine.of(head, bundle.num_speculative_tokens))
     other = tiny_target(case.seed + 1000, max_position_embeddings=512)
@@ -166,12 +166,6 @@ def _decoded(case: Case, target: Target, engine: Any, *, ignore_eos: bool = Fals
     return seen
 
 
-def _replayed(case: Case, engine: Engine) -> list[Seen]:
-    texts = [read_text(case.target, p.prompt_ids, p.text_ids, p.answer_tokens) for p in case.bundle.prompts]
-    pairs = zip(case.bundle.prompts, replay(engine, texts), strict=True)
-    return [Seen(prompt.id, prompt.answer_ids, own.rounds) for prompt, own in pairs]
-
-
 @torch.no_grad()
 def _quantized(target: Target, bits: int = 5) -> Target:
     """Return the target with its matrices rounded to so many bits, a scale for every row."""
@@ -200,17 +194,9 @@ def judge(case: Case) -> Iterator[Row]:
         for tells in LEVELS:
             told = as_told(seen, tells)
             verdict = diagnose(case.bundle, told)
-            yield Row(
-                case.method,
-                case.seed,
-                fault,
-                tells,
-                replayed,
-                _named(case, fault, told, verdict),
-                verdict.stage,
-                verdict.difference,
-                verdict.causes,
-            )
+            named = _named(case, fault, told, verdict)
+            said = verdict.stage, verdict.difference, verdict.causes
+            yield Row(case.method, case.seed, fault, tells, replayed, named, *said)
 
 
 def _named(case: Case, fault: str, told: Sequence[Seen], verdict: Verdict) -> bool | None:
@@ -236,16 +222,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for method in own.only:
             found = list(judge(make_case(method, seed)))
             rows += found
-            for row in found:
-                if row.named is False:
-                    say(
-                        f"{method}, seed {seed}: {row.fault} by {row.tells} is called {row.causes or RIGHT}: {row.difference}"
-                    )
+            for row in (row for row in found if row.named is False):
+                what = f"{row.fault} by {row.tells} is called {row.causes or RIGHT}"
+                say(f"{method}, seed {seed}: {what}: {row.difference}")
             counts = [sum(row.named is answer for row in found) for answer in (True, False, None)]
             say(f"{method}, seed {seed}: {counts[0]} named, {counts[1]} named wrongly, {counts[2]} not to be seen")
     if own.output is not None:
-        words = " ".join(sys.argv[1:] if argv is None else argv)
-        facts = {"command": f"python -m scripts.bench.parity {words}", **environment_json()}
+        facts = facts_of("parity", sys.argv[1:] if argv is None else argv)
         write_json(own.output, facts | {"rows": [asdict(row) for row in rows]})
     return int(any(row.named is False for row in rows))
 

@@ -7,7 +7,6 @@ The command installs speculators into a folder of its own by pip. Its range of t
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -32,23 +31,20 @@ from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.machine import environment_json
 from draftsmith.memory import keep_freed_memory
 from draftsmith.recipe.schema import TrainSpec
-from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from draftsmith.train.schedule import build_optimizers
+from scripts.bench.commands import facts_of, keep
 from scripts.bench.gpu.shapes import SMALL, make_target
 
 RIVAL = ("speculators==0.9.0", "hs-connectors==0.9.0", "openai", "jiter", "distro", "loguru", "sniffio")
 """What its training imports and is not here; it asks for more packages, for servers and other models."""
 LAYERS = (1, 2, 4)
+_FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 OPERATIONS = {
     "products": ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"),
-    "attention": (
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward",
-    ),
+    "attention": (_FLASH, f"{_FLASH}_backward"),
 }
 """What a step cannot do without."""
 
@@ -83,9 +79,8 @@ class Trainer:
 
 def make_ours(size: Size) -> tuple[Eagle3Head, Target, TrainBatch]:
     """Return a head for a random target, and a text with random states."""
-    shape = SMALL.__class__(
-        size.hidden, 6, 11 * size.hidden // 4, size.hidden // 64, size.hidden // 128, size.vocab, 0, (1,), 0, 0, 4096
-    )
+    heads = size.hidden // 64, size.hidden // 128
+    shape = SMALL.__class__(size.hidden, 6, 11 * size.hidden // 4, *heads, size.vocab, 0, (1,), 0, 0, 4096)
     target = make_target(torch.device("cpu"), shape)
     target.model.float()
     vocab = torch.arange(size.draft_vocab) * (size.vocab // size.draft_vocab)
@@ -241,14 +236,12 @@ def compare(size: Size, repeats: int) -> dict[str, Any]:
     """Return what a step takes in both ways, and its products alone."""
     torch.manual_seed(0)
     head, target, batch = make_ours(size)
-    trainers = {
-        "draftsmith": train_ours(head, target, batch, size),
-        "speculators": train_theirs(head, target, batch, size),
-    }
+    ways = {"draftsmith": train_ours, "speculators": train_theirs}
+    trainers = {name: way(head, target, batch, size) for name, way in ways.items()}
     losses = {name: trainer.loss().item() for name, trainer in trainers.items()}
     assert abs(losses["draftsmith"] / losses["speculators"] - 1) < 1e-4, losses
     peaks = {name: peak(trainer) for name, trainer in trainers.items()}
-    jobs: dict[str, Callable[[], float]] = {name: partial(cpu_seconds, way.step) for name, way in trainers.items()}
+    jobs: dict[str, Callable[[], float]] = {name: partial(cpu_seconds, one.step) for name, one in trainers.items()}
     jobs |= floor_of(trainers["draftsmith"])
     for trainer in trainers.values():
         trainer.step()
@@ -284,15 +277,9 @@ def main(argv: list[str]) -> int:
             subprocess.run(command, check=True)
         sys.path.append(str(folder))
         results = {name: compare(SIZES[name], own.repeats) for name in own.size or SIZES}
-    if own.output:
-        command_line = f"python -m scripts.bench.training --repeats {own.repeats}"
-        write_json(own.output, environment_json() | {"rival": RIVAL[0], "command": command_line} | results)
-    print(
-        json.dumps(
-            {name: {k: v for k, v in found.items() if k != "turns"} for name, found in results.items()}, indent=2
-        )
-    )
-    return 0
+    shown = {name: {k: v for k, v in found.items() if k != "turns"} for name, found in results.items()}
+    facts = facts_of("training", ["--repeats", str(own.repeats)])  # not the folder of an installed rival
+    return keep(own.output, facts | {"rival": RIVAL[0]} | results, shown)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ of differences over the same prompts.
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,12 +26,11 @@ from draftsmith.eval.simulate.texts import head_simulator, simulate_together
 from draftsmith.foreign.records import Journal
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import find_method
-from draftsmith.machine import environment_json
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.drafters import head_digest
 from draftsmith.stages.evaluation import prompts_of
 from draftsmith.stages.session import Session
-from draftsmith.storage import write_json
+from scripts.bench.commands import facts_of, keep
 
 BUDGETS = (8, 16, 32, 64, 128, 256)
 OURS, OTHERS = "best_first", ("accum_logp", "dynamic")
@@ -116,15 +114,11 @@ def main(argv: list[str]) -> int:
     if own.head is None and (failed := draftsmith_main(["train", *words])):
         return failed
     session = Session(parse_recipe(words), head=own.head)
-    facts: dict[str, Any] = {"command": f"python -m scripts.bench.trees {shlex.join(argv)}", **environment_json()}
-    facts |= {"depth": DEPTH, "branching": BRANCHING, "head": head_digest(session.head_folder)}
+    facts = facts_of("trees", argv) | {"depth": DEPTH, "branching": BRANCHING, "head": head_digest(session.head_folder)}
     if own.head is None:
         facts["training"] = {key: str(value) for key, value in TRAINING.items()}
     facts["temperatures"] = {f"{temperature:g}": measure(session, temperature) for temperature in (0.0, 1.0)}
-    if own.output:
-        write_json(own.output, facts)
-    print(json.dumps(facts, indent=2))
-    return 0
+    return keep(own.output, facts)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def test_a_kill_after_some_time_and_exit_codes(tmp_path: Path) -> None:
     def fails() -> int:
         raise RuntimeError("a bug")
 
-    assert in_children(tmp_path / "log", kill_after(0.05, tmp_path, endless)) == -9
+    assert in_children(tmp_path / "log", kill_after(0.05, endless)) == -9
     assert in_children(tmp_path / "log", lambda: 2) == 2
     assert in_children(tmp_path / "log", fails) == 70
     assert "RuntimeError: a bug" in (tmp_path / "log").read_text()

@@ -154,7 +154,7 @@ def test_names_and_versions_are_shown_short_and_in_plain_letters() -> None:
     for version in (ESCAPES * 999, [ESCAPES] * 999, {ESCAPES: 1}, None, 5):
         reply = page(json.dumps({"version": version}).encode())
         with answering(lambda path, reply=reply: reply) as url:
-            said = ModelServer(url, "--server").version("/version", "version")
+            said = ModelServer(url, "--server").find_engine()[1]
         assert said is not None
         assert said.isprintable()
         assert len(said) < 60

@@ -33,7 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, words = _parse(argv)
     try:
         work = options.work / options.recipes
-        heads = _named_heads(options.head)
+        heads = {}
+        for word in options.head:
+            name, mark, folder = word.partition("=")
+            if not mark or name not in NAMES:
+                raise UserError(f"--head is {word!r}: write NAME=FOLDER with a name among {', '.join(sorted(NAMES))}.")
+            heads[name] = Path(folder)
         if unknown := set(options.only) - set(NAMES):
             raise UserError(f"--only names {unknown.pop()!r}, which is no head of the check: --help lists them.")
         rows = _check(prepare_target(options.recipes, work, heads, options.only, words), work, options)
@@ -74,16 +79,6 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     add("--work", type=Path, required=True, help=argparse.SUPPRESS)
     options, words = parser.parse_known_args(argv)
     return options, [word for word in words if word != "--"]
-
-
-def _named_heads(words: Sequence[str]) -> dict[str, Path]:
-    heads = {}
-    for word in words:
-        name, mark, folder = word.partition("=")
-        if not mark or name not in NAMES:
-            raise UserError(f"--head is {word!r}: write NAME=FOLDER with a name among {', '.join(sorted(NAMES))}.")
-        heads[name] = Path(folder)
-    return heads
 
 
 def _check(served: ServedTarget, work: Path, options: argparse.Namespace) -> list[Outcome]:

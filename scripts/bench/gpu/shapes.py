@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,7 @@ def decoding(device: torch.device, shape: Shape) -> Facts:
     yield "generate", {"tokens_per_second": len(timed.generations[0].output_ids) / sum(timed.seconds.values())}
     yield "profile", _profile(device, partial(_answer, target, TargetAlone, few))
     info = TargetInfo("random", "0")
-    for rows, context in (
-        (1, shape.contexts[0]),
-        (8, shape.contexts[0]),
-        (1, shape.contexts[1]),
-        (8, shape.contexts[1]),
-    ):
+    for context, rows in product(shape.contexts, (1, 8)):
         places = {(rows, context)}
         table = measure_table(target, info, [system], ids, Sampling(), places=places, command="gpu_check", seconds=0.5)
         yield f"batch {rows}, context {context}", asdict(table.points[0]) if table.points else "out of memory"
@@ -284,11 +280,8 @@ def waits_of(device: torch.device, job: Callable[[], object]) -> dict[str, int]:
     counts: Counter[str] = Counter()
 
     def note(*_arguments: object, **_options: object) -> None:
-        ours = [
-            frame
-            for frame in traceback.extract_stack()
-            if "draftsmith" in frame.filename or "transformers" in frame.filename
-        ]
+        known = ("draftsmith", "transformers")
+        ours = [frame for frame in traceback.extract_stack() if any(name in frame.filename for name in known)]
         counts[f"{'/'.join(Path(ours[-1].filename).parts[-2:])}:{ours[-1].lineno}" if ours else "elsewhere"] += 1
 
     with warnings.catch_warnings():
@@ -329,10 +322,7 @@ def _timed(device: torch.device, job: Callable[[], Any]) -> tuple[Any, float]:
 
 def _best(device: torch.device, job: Callable[[], object], repeats: int = 5) -> float:
     """Return the milliseconds of the fastest of a few runs, after one that warms up."""
-    best = float("inf")
-    for _ in range(repeats + 1):
-        best = min(best, 1e3 * _timed(device, job)[1])
-    return best
+    return min(1e3 * _timed(device, job)[1] for _ in range(repeats + 1))
 
 
 def _wait(device: torch.device) -> None:

@@ -96,7 +96,8 @@ class _Handler(BaseHTTPRequestHandler):
             "/version": {"version": "9.9"},
             "/props": {"build_info": "b9-abc"},
         }
-        if self.path in ("/props", "/version") and not (engine.versions and self.path == ABOUT[engine.kind]):
+        abouts = ("/props", "/version", "/get_server_info")
+        if self.path in abouts and not (engine.versions and self.path == ABOUT[engine.kind]):
             self._send(404, "none")
         elif self.path == "/metrics":
             self._send(200 if engine.metrics else 501, engine.page() if engine.metrics else '{"error": "disabled"}')

@@ -1,6 +1,6 @@
 """The options of a command that are no keys of its recipe: they are taken out of its words before the recipe is parsed.
 
-LAUNCH = Option("--launch", "FILE", "What it is.")
+LAUNCH = Option("--launch FILE", "What it is.")
 chosen, words = take_options(words, [LAUNCH])      # chosen.launch, and what is left for parse_recipe
 """
 
@@ -18,24 +18,28 @@ from draftsmith.foreign.text import is_text
 
 @dataclass(frozen=True)
 class Option:
-    """metavar: stands for its value in the help; a switch, which takes none, has none. read: makes the value of its text, and says
-    in a UserError that goes on from the option's name what is wrong with it. many: it may be given several times."""
+    """usage: its name, the word that stands for its value in the help (a switch takes none), and "..." where it may be given several
+    times. read: makes the value of its text, and says in a UserError that goes on from the option's name what is wrong with it."""
 
-    name: str
-    metavar: str | None
+    usage: str
     help: str
     read: Callable[[str], Any] = str
     default: Any = None
-    many: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name, with its dashes."""
+        return self.usage.split()[0]
 
     def add_to(self, parser: Any, *, reads: bool = True) -> None:
         """Add it to a parser of argparse or jsonargparse. reads: with what reads it, whose name jsonargparse would show."""
-        if self.metavar is None:
-            parser.add_argument(self.name, action="store_true", help=self.help)
+        name, *value = self.usage.split()
+        if not value:
+            parser.add_argument(name, action="store_true", help=self.help)
             return
-        kind, default = {"type": self.read} if reads else {}, [] if self.many else self.default
-        action = "append" if self.many else "store"
-        parser.add_argument(self.name, action=action, default=default, metavar=self.metavar, help=self.help, **kind)
+        kind: dict[str, Any] = {"type": self.read} if reads else {}
+        kind |= {"action": "append", "default": []} if "..." in value else {"default": self.default}
+        parser.add_argument(name, metavar=value[0], help=self.help, **kind)
 
 
 def take_options(words: Sequence[str], options: Sequence[Option]) -> tuple[argparse.Namespace, list[str]]:

@@ -37,13 +37,8 @@ class TargetSpec:
 
     def __post_init__(self) -> None:
         check_fields(self, "target.")
-        one = min(self.gpus, self.tensor_parallel) == 1
-        require(
-            one,
-            "target.gpus",
-            self.gpus,
-            "but target.tensor_parallel takes a GPU for each process: leave one of the two out",
-        )
+        why = "but target.tensor_parallel takes a GPU for each process: leave one of the two out"
+        require(min(self.gpus, self.tensor_parallel) == 1, "target.gpus", self.gpus, why)
 
     @property
     def shared(self) -> bool:
@@ -191,12 +186,8 @@ class TrainSpec:
     def __post_init__(self) -> None:
         check_fields(self, "train.")
         tokens, most = self.rows * self.row_tokens, TOKENS["range"].most
-        require(
-            tokens <= most,
-            "train.rows",
-            self.rows,
-            f"with train.row_tokens {self.row_tokens} that is more than {most} tokens at once",
-        )
+        why = f"with train.row_tokens {self.row_tokens} that is more than {most} tokens at once"
+        require(tokens <= most, "train.rows", self.rows, why)
         two_scalers = self.precision == "fp16" and self.optimizer == "muon"
         require(not two_scalers, "train.precision", "fp16", "Muon and AdamW cannot share a loss scaler: take bf16")
         for key, needed, why in (
@@ -204,16 +195,12 @@ class TrainSpec:
             ("lora_alpha", self.lora_rank, "there is no adapter to scale without train.lora_rank"),
         ):
             require(getattr(self, key) is None or needed is not None, f"train.{key}", getattr(self, key), why)
-        require(
-            not self.resize or (self.warm_start is not None and self.lora_rank is None),
-            "train.resize",
-            True,
-            "it changes the sizes of the head that train.warm_start names, which an adapter (train.lora_rank) leaves",
-        )
+        resizable = self.warm_start is not None and self.lora_rank is None
+        why = "it changes the sizes of the head that train.warm_start names, which an adapter (train.lora_rank) leaves"
+        require(resizable or not self.resize, "train.resize", True, why)
         muon = self.optimizer == "muon" and self.lora_rank is not None
-        require(
-            not muon, "train.optimizer", "muon", "the factors of train.lora_rank are no matrices for Muon: take adamw"
-        )
+        why = "the factors of train.lora_rank are no matrices for Muon: take adamw"
+        require(not muon, "train.optimizer", "muon", why)
         require(len(self.betas) == 2, "train.betas", self.betas, "AdamW takes two")
 
 

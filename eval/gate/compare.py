@@ -120,8 +120,8 @@ def _side(result: Result) -> str:
     """Return what a result was measured of, when, and how."""
     recipe, head = result.recipe or {}, re.search(r"--head[ =]('[^']*'|\S+)", result.command)
     run = recipe.get("output_dir") or recipe.get("name")
-    of = [*([f"head {head[1]}"] if head else []), *([f"run {run}"] if run else [])]
-    return ", ".join([*of, result.date[:10], f"temperature {result.settings.temperature:g}"])
+    of = (head and f"head {head[1]}", run and f"run {run}", result.date[:10])
+    return ", ".join([*filter(None, of), f"temperature {result.settings.temperature:g}"])
 
 
 def _refuse_unlike(old: Result, new: Result, files: tuple[str, str]) -> None:

@@ -49,11 +49,11 @@ _KNOWN = "Also drafts of which each token is right with probability A, at temper
 _SPEEDS = ("batch", "system", "tok/s", "spread", "speedup", "spread", "tau", "of the ideal", "equal texts")
 _ROUNDS = ("draft", "verify", "commit", "other", "round")
 OPTIONS = (
-    Option("--output", "FOLDER", "Where bench.json and bench.md go.", Path, Path("bench")),
-    Option("--batch", "N", "Rows decoded at once; repeatable.", _COUNT, many=True),
-    Option("--prompts", "N", "Prompts per slice.", _COUNT),
-    Option("--head", "FOLDER", "This head instead of the run's best.", Path),
-    Option("--known-acceptance", "A", _KNOWN, _CHANCE, many=True),
+    Option("--output FOLDER", "Where bench.json and bench.md go.", Path, Path("bench")),
+    Option("--batch N ...", "Rows decoded at once; repeatable.", _COUNT),
+    Option("--prompts N", "Prompts per slice.", _COUNT),
+    Option("--head FOLDER", "This head instead of the run's best.", Path),
+    Option("--known-acceptance A ...", _KNOWN, _CHANCE),
 )
 
 

@@ -143,7 +143,7 @@ def table(result: Result, earlier: dict[str, Any]) -> dict[str, Any]:
     shared = [prompt for prompt in rows[best]["prompts"] if all(prompt in one["prompts"] for one in rows.values())]
     for name, one in rows.items():
         sides = [[rows[side]["prompts"][prompt] for prompt in shared] for side in (name, best)]
-        one["behind_best"] = None if name == best else bootstrap_tau(*sides)
+        one["behind_best"] = None if name == best else bootstrap_tau(sides[0], sides[1])
     return {"best": best, "drafters": rows}
 
 

@@ -202,10 +202,10 @@ def test_a_stopped_training_is_no_mistake(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_options_are_taken_wherever_they_stand() -> None:
     options = [
-        Option("--head", "FOLDER", "", Path),
-        Option("--redo", "STAGE", "", many=True),
-        Option("--no-decode", None, ""),
-        Option("--count", "N", "", whole_number("a whole number of at least 1")),
+        Option("--head FOLDER", "", Path),
+        Option("--redo STAGE ...", ""),
+        Option("--no-decode", ""),
+        Option("--count N", "", whole_number("a whole number of at least 1")),
     ]
     words = shlex.split("--head x --head.sizes [1,2] --redo=a --train.lr -1 --head=y --no-decode --redo=b")
     own, rest = take_options(words, options)

@@ -130,29 +130,26 @@ def make_bundle(
     messages: by id of a request, those that it is of.
     """
     # Past its end, so that it is known what an engine accepts of a draft that goes on there.
-    more, drafter = tokens + 1, find_method(head.method).make_drafter(head, tokens)
     chosen = choose(requests, target, tokens)
-    longer = [replace(r, max_new_tokens=r.max_new_tokens + more, ignore_eos=True) for r in chosen]
+    longer = [replace(r, max_new_tokens=r.max_new_tokens + tokens + 1, ignore_eos=True) for r in chosen]
     if not longer:
         return None
-    traced = trace_ours(target, drafter, longer, Sampling(0.0))
+    traced = trace_ours(target, find_method(head.method).make_drafter(head, tokens), longer, Sampling(0.0))
     prompts, texts, close = [], [], CLOSE
-    known = [r.max_new_tokens for r in chosen]
     ends = [
-        next((n for n, token in enumerate(answer.output_ids[:limit], 1) if token in target.eos_ids), 0)
-        for answer, limit in zip(traced, known, strict=True)
+        next((n for n, token in enumerate(answer.output_ids[: r.max_new_tokens], 1) if token in target.eos_ids), 0)
+        for r, answer in zip(chosen, traced, strict=True)
     ]
     every = [
-        read_text(target, r.prompt_ids, answer.output_ids, end or limit)
-        for r, answer, end, limit in zip(longer, traced, ends, known, strict=True)
+        read_text(target, r.prompt_ids, answer.output_ids, end or r.max_new_tokens)
+        for r, answer, end in zip(chosen, traced, ends, strict=True)
     ]
     played = replay(Engine.of(head, tokens), every, watched=True)
-    for request, answer, limit, end, text, own in zip(longer, traced, known, ends, every, played, strict=True):
+    for request, answer, end, text, own in zip(chosen, traced, ends, every, played, strict=True):
         if own.rounds != answer.rounds[: len(own.rounds)]:
             continue  # rounding decides its drafts: it would tell nothing of an engine
         logits_TV = target.head.logits(text.last[text.prompt - 1 : -1])
-        half = text.prompt + text.end // 2
-        again = target.forward(text.ids[None, :half].expand(2, -1)).last[0, text.prompt - 1 :]
+        again = target.forward(text.ids[None, : text.prompt + text.end // 2].expand(2, -1)).last[0, text.prompt - 1 :]
         close = max(close, 4 * float((target.head.logits(again) - logits_TV[: len(again)]).abs().max()))
         texts.append(text)
         said, first = messages.get(request.sample_id), own.logits[0] if own.logits else None
@@ -162,7 +159,7 @@ def make_bundle(
                 request.slice,
                 None if said is None else tuple(map(dict, said)),
                 request.prompt_ids,
-                limit,
+                request.max_new_tokens,
                 tuple(answer.output_ids),
                 text.end,
                 bool(end),

@@ -7,6 +7,9 @@ from textwrap import fill
 
 from draftsmith.cli.boundary import put
 from draftsmith.cli.verifying import ENGINES, Answered, start_and_ask
+from draftsmith.data.conversations.load import load_conversations
+from draftsmith.data.conversations.templates import prepare_prompts, read_tokenizer
+from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
 from draftsmith.eval.parity.ask import AskedServer
 from draftsmith.eval.parity.bundle import Bundle, read_bundle
@@ -40,6 +43,8 @@ def verify(own: Namespace, words: list[str]) -> int:
             f"verify asks one engine: give either --url with the address of a running one, --engine {' or '.join(ENGINES)} to start one, or "
             "--served with the target that is served in place of the head's own."
         )
+    if own.prompts is not None and own.served is None:
+        raise UserError("--prompts goes with --served alone: an engine is asked for the bundle's own prompts.")
     if own.weights is not None and (own.served is None or own.weights not in BITS):
         raise UserError(f"--weights is {own.weights}: give one of {', '.join(BITS)}, with --served.")
     if own.served is not None:
@@ -95,11 +100,14 @@ def _swap(own: Namespace, export: Path, bundle: Bundle) -> int:
         raise UserError("--served is compared with the head's own target, so give --target with the files of that one.")
     ours, theirs = (_side(own, export, bundle, path) for path in (own.target, own.served))
     context = min(ours.target.context_length, theirs.target.context_length)
-    requests = [
-        replace(p.request, max_new_tokens=room)
-        for p in bundle.prompts
-        if (room := min(_TOKENS, context - len(p.prompt_ids) - bundle.num_speculative_tokens - 1)) > 1
-    ]
+    most = context - bundle.num_speculative_tokens - 1
+    rooms = [(p.request, min(_TOKENS, most - len(p.prompt_ids))) for p in bundle.prompts]
+    requests = [replace(request, max_new_tokens=room) for request, room in rooms if room > 1]
+    if own.prompts is not None:
+        tokenizer, chats = read_tokenizer(str(own.target)), load_conversations([str(own.prompts)])
+        limit = "the targets' contexts leave after a draft: give shorter prompts"
+        read = prepare_prompts(tokenizer, chats, max_new_tokens=lambda name: _TOKENS, max_length=most, limit=limit)
+        requests = [Request(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens) for p in read]
     found = swap(ours, theirs, requests, bundle.num_speculative_tokens)
     put(
         f"{export}: {bundle.method}, K = {bundle.num_speculative_tokens}, {len(requests)} prompts at temperature 0: tau {found.tau:.2f} with "

@@ -109,6 +109,11 @@ def test_what_another_target_loses(export: Path, tmp_path: Path, capsys: pytest.
     assert sum(share["lost"] for share in found["shares"]) == pytest.approx(found["tau"] - found["served"])
     assert f"tau {found['tau']:.2f} with {own}, {found['served']:.2f} with {served}" in printed
     assert found["differ"] > 0
+    prompts = tmp_path / "prompts.jsonl"
+    chats = [{"id": str(n), "messages": [{"role": "user", "content": "w3 w5 " * (n + 1)}]} for n in range(4)]
+    prompts.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    assert main([*words, "--prompts", str(prompts)]) == 0
+    assert "4 prompts at temperature 0" in capsys.readouterr().out
 
 
 def test_what_cannot_be_verified_is_refused(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,6 +130,7 @@ def test_what_cannot_be_verified_is_refused(export: Path, tmp_path: Path, capsys
             "choose vllm or llama.cpp": [str(export), "--engine", "sglang"],
             "give --home FOLDER": [str(export), "--engine", "vllm"],
             "so give --target with the files of that one": [str(export), "--served", str(export.parents[2] / "target")],
+            "--prompts goes with --served alone": [str(export), "--url", url, "--prompts", "x.jsonl"],
             "--weights is int8: give one of": [str(export), "--url", url, "--weights", "int8"],
             "does not answer": [str(export), "--url", "http://127.0.0.1:9"],
         }

@@ -443,7 +443,9 @@ def test_online_features_train_the_same_head(workplace: Path, finished: Path) ->
     assert main(["train", *options(workplace, run), "--features.source", "online"]) == 0
     stored = [json.loads(x) for x in (finished / "train" / "metrics.jsonl").read_text().splitlines()]
     online = [json.loads(x) for x in (run / "train" / "metrics.jsonl").read_text().splitlines()]
-    assert [x["loss"] for x in online] == pytest.approx([x["loss"] for x in stored], rel=1e-4)
+    assert online[0]["loss"] == pytest.approx(stored[0]["loss"], rel=1e-6)
+    # Muon blows up the rounding of small singular values, on some processors more than on others.
+    assert [x["loss"] for x in online] == pytest.approx([x["loss"] for x in stored], rel=3e-3)
 
 
 def test_accumulation_and_batch_size_give_one_trajectory(workplace: Path, finished: Path) -> None:

@@ -1,5 +1,7 @@
 """`draftsmith verify`: replay an export's parity bundle in an engine, and name the first thing that differs and what usually causes it."""
 
+import shlex
+import sys
 from argparse import Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -111,23 +113,22 @@ def _swap(own: Namespace, export: Path, bundle: Bundle) -> int:
     found = swap(ours, theirs, requests, bundle.num_speculative_tokens)
     put(
         f"{export}: {bundle.method}, K = {bundle.num_speculative_tokens}, {len(requests)} prompts at temperature 0: tau {found.tau:.2f} with "
-        f"{own.target}, {found.served:.2f} with {own.served}, {found.differ:.1%} of whose tokens are not what the other would say there"
+        f"{own.target}, {found.tau_served:.2f} with {own.served}, {found.differ:.1%} of whose tokens are not what the other would say there"
     )
     for share in found.shares:
         put(f"{share.thing:8} {share.lost:+.3f} [{share.interval[0]:+.3f}, {share.interval[1]:+.3f}] of tau lost")
-    largest = max(found.shares, key=lambda share: share.lost)
-    sure = largest.interval[0] > 0
-    put(
-        f"Most is lost by the {largest.thing}: {_REMEDY[largest.thing]}."
-        if sure
-        else "Nothing is lost for certain on these prompts."
-    )
+    if certain := [share for share in found.shares if share.interval[0] > 0]:
+        largest = max(certain, key=lambda share: share.lost)
+        put(f"Most of what is certain is lost by the {largest.thing}: {_REMEDY[largest.thing]}.")
+    else:
+        put("Nothing is lost for certain on these prompts.")
     if own.output is not None:
-        write_json(
-            own.output,
-            {"verified": str(export), "target": str(own.target), "served": str(own.served), **asdict(found)}
-            | environment_json(),
-        )
+        asked = {
+            "verified": str(export),
+            "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+            "prompts": len(requests),
+        }
+        write_json(own.output, asked | asdict(found) | environment_json())
     return 0
 
 

@@ -51,11 +51,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Swapped:
-    """tau: with the head's own target. served: with the served one. differ: share of the served target's tokens that the head's own would
-    not say there. shares: of what is lost; they add up to tau - served."""
+    """tau: with the head's own target. tau_served: with the served one. differ: share of the served target's tokens that the head's own would
+    not say there. shares: of what is lost; they add up to tau - tau_served."""
 
     tau: float
-    served: float
+    tau_served: float
     differ: float
     shares: tuple[Share, ...]
 

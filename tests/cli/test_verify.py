@@ -106,8 +106,8 @@ def test_what_another_target_loses(export: Path, tmp_path: Path, capsys: pytest.
     assert main(words) == 0
     found, printed = json.loads(out.read_text()), capsys.readouterr().out
     assert [share["thing"] for share in found["shares"]] == ["answers", "states", "head"]
-    assert sum(share["lost"] for share in found["shares"]) == pytest.approx(found["tau"] - found["served"])
-    assert f"tau {found['tau']:.2f} with {own}, {found['served']:.2f} with {served}" in printed
+    assert sum(share["lost"] for share in found["shares"]) == pytest.approx(found["tau"] - found["tau_served"])
+    assert f"tau {found['tau']:.2f} with {own}, {found['tau_served']:.2f} with {served}" in printed
     assert found["differ"] > 0
     prompts = tmp_path / "prompts.jsonl"
     chats = [{"id": str(n), "messages": [{"role": "user", "content": "w3 w5 " * (n + 1)}]} for n in range(4)]

@@ -55,8 +55,8 @@ def test_shares_add_up_to_what_decoding_loses() -> None:
     own, served = Side(TARGET, (head_of(TARGET),) * 2), head_of(other)
     found = swap(own, Side(other, (served, quantize_head(served, "int4"))), REQUESTS, K)
     assert found.tau == pytest.approx(decoded(TARGET, own.heads[0]))
-    assert found.served == pytest.approx(decoded(other, quantize_head(served, "int4")))
-    assert sum(shares(found)) == pytest.approx(found.tau - found.served)
+    assert found.tau_served == pytest.approx(decoded(other, quantize_head(served, "int4")))
+    assert sum(shares(found)) == pytest.approx(found.tau - found.tau_served)
     assert found.differ > 0
     assert all(share.interval[0] <= share.lost <= share.interval[1] for share in found.shares)
 

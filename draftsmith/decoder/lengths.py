@@ -27,7 +27,8 @@ class LengthRule:
     @property
     def name(self) -> str:
         """The rule in a drafter's name."""
-        return f" until {self.floors[0]:g}" if len(set(self.floors)) == 1 else " adaptive"
+        alike = len(set(self.floors)) == 1 and 0 < self.floors[0] < 1
+        return f" until {self.floors[0]:g}" if alike else " adaptive"
 
     def chance(self, logits_RW: Tensor) -> Tensor:
         """Return [R]: the chance that a token is accepted, by the logits that it will be drawn by, before any sampling setting."""

@@ -28,7 +28,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.simulate.texts import to_sample
-from draftsmith.eval.tree_search.lengths import Spent, fixed, held_back, read_chances, search_floors
+from draftsmith.eval.tree_search.lengths import Spent, find_floors, fixed, read_chances
 from draftsmith.eval.tree_search.search import (
     Budget,
     FoundTree,
@@ -177,7 +177,7 @@ def search_chain(session: Session, temperature: float | None, output: Path | Non
         return np.array(ms_of)[drafted]
 
     ways = {f"{k} tokens": texts.spent(fixed(k, depth), cost) for k in range(1, depth + 1)}
-    floors, ways["adaptive"] = search_floors(texts, cost), held_back(texts, cost)
+    floors, ways["adaptive"] = find_floors(texts, cost)
     found = _by_slice(ways, texts.slices, verify_ms["1"])
     calibration = {"source": source, "answers": len(texts.tokens_S), "places": int(texts.tokens_S.sum())}
     facts = {"ways": found, "costs": {"context": len(context_ids), "draft_ms": draft_ms, "verify_ms": verify_ms}}

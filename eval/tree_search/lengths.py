@@ -22,6 +22,7 @@ from draftsmith.eval.simulate.acceptance import acceptance, chances, expected_ta
 from draftsmith.eval.simulate.texts import target_passes
 from draftsmith.eval.tree_search.search import FOLDS, conversation_of, folds
 from draftsmith.heads.base import DraftHead, drafting
+from draftsmith.progress import Bar
 from draftsmith.target.target import Target
 
 NEVER = 2.0
@@ -153,12 +154,15 @@ def search_floors(texts: TextChances, cost: Callable[[np.ndarray], np.ndarray]) 
     return best
 
 
-def held_back(texts: TextChances, cost: Callable[[np.ndarray], np.ndarray]) -> Spent:
-    """Return what each answer takes with floors that were searched on the answers of other folds. Raises UserError for too few answers."""
-    fold_S = folds(texts.conversations, texts.tokens_S)
-    whole = np.zeros((4, len(fold_S)))
-    for fold in range(FOLDS):
-        inside_S = fold_S == fold
-        spent = texts.some(inside_S).spent(search_floors(texts.some(~inside_S), cost), cost)
-        whole[:, inside_S] = (spent.tokens_S, spent.rounds_S, spent.drafted_S, spent.ms_S)
-    return Spent(*whole)
+def find_floors(texts: TextChances, cost: Callable[[np.ndarray], np.ndarray]) -> tuple[tuple[float, ...], Spent]:
+    """Return the floors of all answers, and what each answer takes with floors that were searched on the other folds' answers. Shows a
+    bar. Raises UserError for too few answers."""
+    fold_S, whole = folds(texts.conversations, texts.tokens_S), np.zeros((4, len(texts.tokens_S)))
+    floors: tuple[float, ...] = ()
+    for fold in Bar(range(FOLDS + 1), desc="search-tree: floors", unit="search"):
+        inside_S = fold_S == fold  # of the last one none
+        floors = search_floors(texts.some(~inside_S), cost)
+        if fold < FOLDS:
+            spent = texts.some(inside_S).spent(floors, cost)
+            whole[:, inside_S] = (spent.tokens_S, spent.rounds_S, spent.drafted_S, spent.ms_S)
+    return floors, Spent(*whole)

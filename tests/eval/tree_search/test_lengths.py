@@ -15,8 +15,8 @@ from draftsmith.eval.simulate.texts import simulate_generations, to_sample
 from draftsmith.eval.tree_search.lengths import (
     NEVER,
     TextChances,
+    find_floors,
     fixed,
-    held_back,
     read_chances,
     search_floors,
 )
@@ -81,7 +81,9 @@ def test_a_score_that_knows_beats_every_fixed_length_on_texts_that_the_search_ha
         return per_token(0.3)[drafted]
 
     best = min(texts.spent(fixed(k, 4), cost).ms for k in range(1, 5))
-    assert held_back(texts, cost).ms < 0.9 * best
+    floors, unseen = find_floors(texts, cost)
+    assert unseen.ms < 0.9 * best
+    assert floors == search_floors(texts, cost)
 
 
 def test_a_score_that_knows_nothing_is_no_worse_than_the_best_fixed_length() -> None:

@@ -39,6 +39,7 @@ def rendered(page: str) -> str:
     page = _block("reference").sub(lambda found: found[1] + reference() + found[3], page)
     page = _block("table: losses").sub(lambda found: found[1] + losses() + found[3], page)
     page = _block("table: trees").sub(lambda found: found[1] + trees() + found[3], page)
+    page = _block("table: drafters").sub(lambda found: found[1] + drafters() + found[3], page)
     page = _block("table: drift").sub(lambda found: found[1] + drift() + found[3], page)
     return _block("results( overall)?: (.+?)").sub(
         lambda found: f"{found[1]}\n{results(found[3].split(), overall_only=bool(found[2]))}\n{found[5]}", page
@@ -94,6 +95,22 @@ def trees() -> str:
                 [temperature, f"`{first}` - `{rule}`", *("{:+.3f} ({:+.3f} to {:+.3f})".format(*c) for c in cells)]
             )
     return markdown_table(("temperature", "rule", *sizes), rows)
+
+
+def drafters() -> str:
+    """Return a row for every drafter that was trained on the same answers: its size, tau, and how far it lies from the best one at
+    temperature 0."""
+    found = json.loads((ROOT / "docs" / "results" / "drafters.json").read_text(encoding="utf-8"))
+    tables, head, rows = found["temperatures"], ["drafter", "M parameters"], list[list[str]]()
+    lengths = [k for k in next(iter(tables["0"]["drafters"].values()))["tau_by_k"] if k in ("1", "3", "5", "7")]
+    head += [f"τ at {temperature}, K = {k}" for temperature in tables for k in lengths] + ["behind the best at 0"]
+    for name, one in sorted(tables["0"]["drafters"].items(), key=lambda pair: -pair[1]["tau_simulated"]):
+        taus = [at["drafters"][name]["tau_by_k"].get(k) for at in tables.values() for k in lengths]
+        behind = one["behind_best"]
+        interval = DASH if behind is None else f"[{behind[0]:+.2f}, {behind[1]:+.2f}]"
+        size = f"{one['draft']['parameters'] / 1e6:.1f}"
+        rows.append([name, size, *(DASH if tau is None else f"{tau:.2f}" for tau in taus), interval])
+    return markdown_table(head, rows)
 
 
 def drift() -> str:

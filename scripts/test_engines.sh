@@ -53,7 +53,7 @@ make_vllm() {
 }
 
 make_llama_cpp() {
-    local started=$SECONDS log=$ENGINES/llama.cpp.log generator=()
+    local started=$SECONDS log=$ENGINES/llama.cpp.log generator=() no_amx="" flags=()
     command -v cmake >/dev/null || die "building llama.cpp needs cmake and a C++ compiler: install both and try again."
     say "Building $LLAMA_HOME (once; 5 to 10 minutes on two cores)"
     rm -rf "$LLAMA_HOME"
@@ -62,7 +62,12 @@ make_llama_cpp() {
         --no-binary llama-cpp-python --dest "$LLAMA_HOME" "$LLAMA_CPP"
     quietly "$log" tar -xzf "$LLAMA_HOME"/*.tar.gz -C "$LLAMA_HOME" --strip-components 2 --wildcards '*/vendor/llama.cpp/*'
     if command -v ninja >/dev/null; then generator=(-G Ninja); fi
-    quietly "$log" cmake -S "$LLAMA_HOME/llama.cpp" -B "$LLAMA_HOME/build" "${generator[@]}" -DCMAKE_BUILD_TYPE=Release \
+    # Its kernels with AMX end the server with an invalid instruction, as tiles are set up in another thread.
+    if grep -qs amx_tile /proc/cpuinfo; then
+        no_amx="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+        flags=("-DCMAKE_C_FLAGS=$no_amx" "-DCMAKE_CXX_FLAGS=$no_amx")
+    fi
+    quietly "$log" cmake -S "$LLAMA_HOME/llama.cpp" -B "$LLAMA_HOME/build" "${generator[@]}" "${flags[@]}" -DCMAKE_BUILD_TYPE=Release \
         -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF
     quietly "$log" cmake --build "$LLAMA_HOME/build" --parallel "$(env -u OMP_NUM_THREADS nproc)" --target llama-server llama-quantize
     touch "$LLAMA_HOME/finished"

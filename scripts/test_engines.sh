@@ -62,8 +62,8 @@ make_llama_cpp() {
         --no-binary llama-cpp-python --dest "$LLAMA_HOME" "$LLAMA_CPP"
     quietly "$log" tar -xzf "$LLAMA_HOME"/*.tar.gz -C "$LLAMA_HOME" --strip-components 2 --wildcards '*/vendor/llama.cpp/*'
     if command -v ninja >/dev/null; then generator=(-G Ninja); fi
-    # Its kernels with AMX end the server with an invalid instruction, as tiles are set up in another thread.
-    if grep -qs amx_tile /proc/cpuinfo; then
+    # Its kernels with AMX ended the server with an invalid instruction, so none are made where the compiler would.
+    if c++ -march=native -dM -E -x c++ /dev/null 2>/dev/null | grep __AMX_TILE__ >/dev/null; then
         no_amx="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
         flags=("-DCMAKE_C_FLAGS=$no_amx" "-DCMAKE_CXX_FLAGS=$no_amx")
     fi

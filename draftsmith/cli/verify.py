@@ -3,6 +3,7 @@
 import shlex
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import fill
@@ -100,13 +101,22 @@ def _swap(own: Namespace, export: Path, bundle: Bundle) -> int:
     """Print what the served target and rounded weights of the head cost."""
     if own.target is None:
         raise UserError("--served is compared with the head's own target, so give --target with the files of that one.")
-    ours, theirs = (_side(own, export, bundle, path) for path in (own.target, own.served))
+    tokenizer = read_tokenizer(str(own.target))
+    if read_tokenizer(str(own.served)).get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"--served {own.served} has other tokens than --target {own.target}: name the same model, quantized or tuned."
+        )
+    # The first must be the head's own; how the other one differs is what is asked.
+    ours, theirs = (
+        _side(own, export, bundle, own.target, None),
+        _side(own, export, bundle, own.served, lambda text: None),
+    )
     context = min(ours.target.context_length, theirs.target.context_length)
     most = context - bundle.num_speculative_tokens - 1
     rooms = [(p.request, min(_TOKENS, most - len(p.prompt_ids))) for p in bundle.prompts]
     requests = [replace(request, max_new_tokens=room) for request, room in rooms if room > 1]
     if own.prompts is not None:
-        tokenizer, chats = read_tokenizer(str(own.target)), load_conversations([str(own.prompts)])
+        chats = load_conversations([str(own.prompts)])
         limit = "the targets' contexts leave after a draft: give shorter prompts"
         read = prepare_prompts(tokenizer, chats, max_new_tokens=lambda name: _TOKENS, max_length=most, limit=limit)
         requests = [Request(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens) for p in read]
@@ -132,10 +142,10 @@ def _swap(own: Namespace, export: Path, bundle: Bundle) -> int:
     return 0
 
 
-def _side(own: Namespace, export: Path, bundle: Bundle, path: Path) -> Side:
-    """Open a target and the head beside it."""
+def _side(own: Namespace, export: Path, bundle: Bundle, path: Path, warn: Callable[[str], None] | None) -> Side:
+    """Open a target and the head beside it. warn: see `load_head`."""
     target = load_target(str(path), dtype=bundle.dtype)
-    head = load_head(export, target, warn=lambda text: None)
+    head = load_head(export, target, warn=warn)
     if "tuned" in head.trains.outputs:
         raise UserError(f"{export} is of {bundle.method}, which tunes its target: no other one can be served with it.")
     head = head.deployed(target).to(target.dtype)

@@ -165,6 +165,11 @@ class EvaluateSpec(FilterSpec):
     example_slices: list[str] = field(default_factory=list)
     """Slices that worked examples come from; empty takes all."""
 
+    @property
+    def longest_chain(self) -> int:
+        """The most tokens that a chain of the evaluation drafts."""
+        return max([self.max_k, *(len(draft.floors) for draft in self.drafts if draft.floors)])
+
     def sampling(self, temperature: float) -> Sampling:
         """How tokens are chosen at one of the temperatures."""
         return self.at("evaluate", temperature)

@@ -189,7 +189,7 @@ def select_drafters(
     spec = recipe.evaluate
     for name, head in heads.items():
         if head.reads.context_length is not None:
-            check_context(f"head {name}", head.reads.context_length, longest + spec.max_k)
+            check_context(f"head {name}", head.reads.context_length, longest + spec.longest_chain)
     for draft in spec.drafts:
         if unknown := [name for name in draft.heads if name not in heads]:
             raise UserError(

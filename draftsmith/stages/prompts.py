@@ -85,7 +85,7 @@ def make_prompts(
 ) -> Prompts:
     """Return conversations as requests to a target with so long a context; warns of prompts that are left out."""
     spec = recipe.evaluate
-    deepest = max([spec.max_k, *(tree.depth for draft in spec.drafts if (tree := draft.load()) is not None)])
+    deepest = max([spec.longest_chain, *(tree.depth for draft in spec.drafts if (tree := draft.load()) is not None)])
     prompts = prepare_prompts(
         tokenizer,
         chosen,

@@ -11,7 +11,6 @@ Words behind -- are keys of every recipe. What is finished is reused: run it aga
 import argparse
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +23,11 @@ from draftsmith.eval.results.intervals import bootstrap_tau
 from draftsmith.eval.results.result import DrafterResult, Result, read_result
 from draftsmith.foreign.text import read_object
 from draftsmith.heads.base import layer_ids_of
-from draftsmith.machine import environment_json
 from draftsmith.progress import say
 from draftsmith.recipe.parse import parse_recipe
-from draftsmith.stages.evaluation import result_files
+from draftsmith.stages.evaluation import prompts_of, result_files
 from draftsmith.stages.session import Session
-from draftsmith.storage import write_json
-from scripts.bench.commands import run_command
+from scripts.bench.commands import facts_of, keep, run_command
 
 TRIAL = 1 / 3
 """The share of the budget that a learning rate is chosen by."""
@@ -191,7 +188,11 @@ def main(argv: list[str]) -> int:
     data = ["--data_dir", str(own.folder / "data"), *words]
     bench = Bench(own.recipes, own.folder, own.tokens, tuple(data))
     recipes = {method: parse_recipe(bench.command(method)) for method in methods}
-    target = Session(recipes[methods[0]]).target
+    session = Session(recipes[methods[0]])
+    target, spec = session.target, session.recipe.evaluate
+    facts = facts_of("drafters", argv) | {"tokens": own.tokens, "target": target.fingerprint}
+    facts["prompts"] = prompts_of(session, target).digest(spec)
+    earlier = read_beside(own.beside, facts)
     layers = sorted({layer for recipe in recipes.values() for layer in layer_ids_of(recipe.head, target)})
     stored = ["--features.layer_ids", json.dumps(layers)] if layers else []
     bench = Bench(own.recipes, own.folder, own.tokens, (*data, *stored))
@@ -204,22 +205,11 @@ def main(argv: list[str]) -> int:
     more = ["--no-decode"] if own.no_decode else []
     draftsmith("evaluate", [*evaluated, "--head", str(run), *more], own.folder / "evaluation.log")
     results = [read_result(path) for path in result_files(parse_recipe(evaluated), decode=not own.no_decode)]
-    facts: dict[str, Any] = {
-        "command": f"python -m scripts.bench.drafters {shlex.join(argv)}",
-        **environment_json(),
-        "tokens": own.tokens,
-        "target": results[0].target.fingerprint,
-        "prompts": results[0].settings.prompts,
-    }
-    earlier = read_beside(own.beside, facts)
     facts["trainings"] = [*earlier.get("trainings", []), *map(asdict, trainings)]
     known = earlier.get("temperatures", {})
     places = {f"{result.settings.temperature:g}": result for result in results}
     facts["temperatures"] = {at: table(result, known.get(at, {})) for at, result in places.items()}
-    if own.output:
-        write_json(own.output, facts)
-    print(json.dumps(facts, indent=2))
-    return 0
+    return keep(own.output, facts)
 
 
 if __name__ == "__main__":

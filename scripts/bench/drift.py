@@ -20,6 +20,7 @@ from draftsmith.eval.results.result import read_result
 from draftsmith.eval.watch.sequential import HIGH, LARGEST, LOW, Observation, Watched, share_of
 from draftsmith.foreign.text import read_json_lines
 from draftsmith.progress import Bar
+from draftsmith.storage import write_json
 from scripts.bench.commands import facts_of, keep
 
 Array = npt.NDArray[np.float64]
@@ -194,6 +195,8 @@ def main(argv: list[str]) -> int:
     with Bar(total=own.runs * len(rows), desc="drift", unit="day") as bar:
         for name, draw, slices, interval in rows:
             facts["traffic"][name] = measure(draw, own.runs, own.requests, slices, interval, bar)
+            if own.output:  # what an interruption leaves
+                write_json(own.output, facts)
     return keep(own.output, facts)
 
 

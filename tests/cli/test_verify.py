@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from draftsmith.cli.main import main
 from draftsmith.eval.parity.bundle import Bundle, ParityPrompt, read_bundle
@@ -114,6 +115,13 @@ def test_what_another_target_loses(export: Path, tmp_path: Path, capsys: pytest.
     prompts.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     assert main([*words, "--prompts", str(prompts)]) == 0
     assert "4 prompts at temperature 0" in capsys.readouterr().out
+    assert main(["verify", str(export), "--target", str(served), "--served", str(own)]) == 2
+    assert "was trained for (fingerprint" in capsys.readouterr().err
+    tokenizer = AutoTokenizer.from_pretrained(own)
+    tokenizer.add_tokens(["another"])
+    tokenizer.save_pretrained(served)
+    assert main(words) == 2
+    assert f"--served {served} has other tokens than --target {own}" in capsys.readouterr().err
 
 
 def test_what_cannot_be_verified_is_refused(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 import re
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree
 from draftsmith.errors import UserError
 from draftsmith.heads.registry import methods
+from draftsmith.recipe.evaluate import DraftSpec, EvaluateSpec
 from draftsmith.recipe.parse import parse_recipe
 
 pytestmark = pytest.mark.full
@@ -147,6 +148,13 @@ def test_empty_sections_are_the_defaults(tmp_path: Path) -> None:
 def test_mistakes_on_the_command_line_name_the_key(words: list[str], named: str) -> None:
     with pytest.raises(UserError, match=named):
         parse_recipe(words if words[0].startswith("--recipe") else ["--recipe", TINY, *words])
+
+
+def test_floors_may_be_more_than_max_k() -> None:
+    """Texts leave room for the longest draft, whichever way names it."""
+    spec = EvaluateSpec(num_speculative_tokens=3, max_k=3)
+    assert spec.longest_chain == 3
+    assert replace(spec, drafts=[DraftSpec(), DraftSpec(floors=[0.1] * 8)]).longest_chain == 8
 
 
 @pytest.mark.parametrize(

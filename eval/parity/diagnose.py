@@ -30,6 +30,8 @@ CAUSES = {fault.name: fault.cause for fault in FAULTS} | {
 }
 _MOST = 0.8
 """The share of prompts on which a foretold fault must give exactly what was seen."""
+_LOST = 0.25
+"""Where fewer of the bundle's tokens are accepted than this share, other weights of the head may be the cause."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,9 @@ def _drafts(bundle: Bundle, pairs: _Pairs, ends: Collection[int], ties: tuple[st
     fewest = min(left.values())
     named = [name for name in left if left[name] == fewest and len(pairs) - fewest >= _MOST * len(pairs)]
     causes = tuple(named) if fewest < len(missed) and named else _unforetold(bundle, pairs)
+    # Weights that are not the head's are hardly ever accepted, and by counts look like any foretold fault that is not either.
+    if WEIGHTS not in causes and not all(one.names_drafts for _, one in pairs) and _kept(pairs) < _LOST:
+        causes = (*causes, WEIGHTS)
     (_, token), difference = differ[0]
     stage = "counts alone" if token < 0 else "the first drafted token" if token == 0 else "later drafted tokens"
     return Verdict(stage if causes != (BONUS,) else COUNTS, difference, causes, ties)
@@ -241,6 +246,13 @@ def _first(ours: EngineAnswer, prompt: ParityPrompt, seen: Seen) -> tuple[tuple[
     return (0, -1), f"{prompt.id}: {len(seen.rounds)} rounds, in the bundle {len(ours.rounds)}", everywhere
 
 
+def _kept(pairs: _Pairs) -> float:
+    """Return how many tokens were accepted for each one that is in the bundle, or the other way round where there were more."""
+    ours = sum(accepted for prompt, _ in pairs for accepted, *_ in prompt.rounds)
+    theirs = sum(sum(r.accepted for r in one.rounds) if one.rounds else one.accepted or 0 for _, one in pairs)
+    return min(ours, theirs) / max(ours, theirs, 1)
+
+
 def _unforetold(bundle: Bundle, pairs: _Pairs) -> tuple[str, ...]:
     """Return the causes that nobody can foretell, by how much of the drafts they leave as they were."""
     longest = {len(r.drafted) for _, one in pairs for r in (one.rounds or ())[:1]}
@@ -250,7 +262,5 @@ def _unforetold(bundle: Bundle, pairs: _Pairs) -> tuple[str, ...]:
         first = [one.rounds[0].drafted[:1] == tuple(prompt.rounds[0][1:2]) for prompt, one in pairs if one.rounds]
         kept = sum(first) / len(first)
     else:
-        ours = sum(accepted for prompt, _ in pairs for accepted, *_ in prompt.rounds)
-        theirs = sum(sum(r.accepted for r in one.rounds) if one.rounds else one.accepted or 0 for _, one in pairs)
-        kept = min(ours, theirs) / max(ours, theirs, 1)
+        kept = _kept(pairs)
     return (STATES, WEIGHTS) if kept >= 0.75 else (WEIGHTS, STATES)

@@ -11,11 +11,15 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from draftsmith.cli.verifying import Answered
 from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import AgreementRow, Counts
 from draftsmith.eval.engines.vllm_client import VllmSettings
+from draftsmith.eval.parity.diagnose import Seen
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
@@ -24,9 +28,10 @@ from scripts.bench.engines import check as engine_check
 from scripts.bench.engines import compare as engine_compare
 from scripts.bench.engines import page as engine_page
 from scripts.bench.engines import served as engine_served
+from scripts.bench.engines import wrong as engine_wrong
 from scripts.bench.engines.compare import Refusal
 from scripts.bench.engines.served import PLANS, Candidate, HeadPlan, ServedTarget, slug
-from tests.exports import make_medusa, make_target
+from tests.exports import make_medusa, make_target, maker
 
 pytestmark = pytest.mark.slow
 
@@ -173,6 +178,44 @@ def test_results_are_written_after_every_head_and_name_no_folders(
     assert "first in vllm: medusa_vllm: REFUSED by vllm 0.33.0: vLLM failed" in capsys.readouterr().out
     found = json.loads((tmp_path / "out" / "vllm-0.33.0-tiny.json").read_text())
     assert [row["why"] for row in found["refused"]] == ["vLLM failed: ValueError: no such method"]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
+def test_an_engine_that_serves_a_head_wrongly_is_named(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target(num_hidden_layers=4)
+    options = {"layer_ids": [0, 1, 2], "draft_vocab_size": 20, "norm_before_residual": True}
+    head = maker("eagle3", torch.arange(3, 43, 2))(target, **options)
+    requests = [Request(f"p{i}", "code", (5 + i, 6, 7), 12) for i in range(4)]
+    served = ServedTarget("tiny", target, tmp_path / "target", requests, [])
+    side = engine_compare.OurSide(served, Candidate(engine_wrong.HEAD, (), head), 3)
+    asked = []
+
+    def answer(export, bundle, engine, home, model, pre_tokenizer):
+        """Answer as the files in the folder would, or as asked."""
+        layers = json.loads((export / "config.json").read_text())["eagle_aux_hidden_state_layer_ids"]
+        ids = load_file(export / "model.safetensors")["d2t"] + torch.arange(20)
+        maps = {(3, 5): "right", (5, 7): "shifted vocabulary map", (0, 1): "no vocabulary map"}
+        fault = "layer + 1" if layers == [1, 2, 3] else maps[tuple(ids[:2].tolist())]
+        asked.append((fault, model))
+        given = bundle.faults.get(fault, [p.rounds for p in bundle.prompts])
+        pairs = zip(bundle.prompts, given, strict=True)
+        return Answered("It 1.2", [Seen(p.id, p.answer_ids, p.answer(rounds).rounds) for p, rounds in pairs])
+
+    monkeypatch.setattr(engine_wrong, "start_and_ask", answer)
+    rows = engine_wrong.serve_wrongly(side, engine, tmp_path / "home", tmp_path / "work")
+    assert [row.served for row in rows] == [fault for fault, model in asked if model == tmp_path / "target"]
+    assert [row.served for row in rows] == ["right", "layer + 1", "shifted vocabulary map", "no vocabulary map"]
+    assert all(row.agrees for row in rows)
+    assert {row.version for row in rows} == {"1.2"}
+    assert not replace(rows[0], stage="counts alone", causes=("layer + 1",)).agrees
+    assert not replace(rows[1], stage="").agrees
+    assert not replace(rows[1], causes=("layer - 1",)).agrees
+    assert "verify says right: agrees" in engine_check.describe(rows[0])
+    assert "(layer + 1): agrees" in engine_check.describe(rows[1])
+    other = engine_compare.OurSide(served, Candidate("eagle3", (), head), 3)
+    assert engine_wrong.serve_wrongly(other, engine, tmp_path / "home", tmp_path / "work") == []
 
 
 def test_heads_are_trained_apart_and_a_failure_names_its_log(

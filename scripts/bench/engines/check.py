@@ -1,8 +1,9 @@
 """Check trained heads in real vLLM and llama.cpp; `bash scripts/test_engines.sh` prepares and runs it.
 
 Every head is exported, served and asked the same prompts as our own decoder. At temperature 0 in float32 output ids, the
-draft tokens of every round and accepted counts must be equal; above it, acceptance must be what the simulator says. The
-results are written as JSON, one file for each engine and target, from which docs/engines.md is rendered.
+draft tokens of every round and accepted counts must be equal; above it, acceptance must be what the simulator says. One head is then
+served wrongly, and `draftsmith verify` must say how. The results are written as JSON, one file for each engine and target, from which
+docs/engines.md is rendered.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from draftsmith.progress import say
 from draftsmith.storage import write_json
 from scripts.bench.engines.compare import OurSide, Outcome, Refusal, check_in_llama_cpp, check_in_vllm
 from scripts.bench.engines.served import PLANS, ServedTarget, prepare_target, slug
+from scripts.bench.engines.wrong import Named, serve_wrongly
 
 ENGINES = ("vllm", "llama.cpp")
 NAMES = tuple(plan.name for plan in PLANS)
@@ -81,11 +83,19 @@ def _parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     return options, [word for word in words if word != "--"]
 
 
-def _check(served: ServedTarget, work: Path, options: argparse.Namespace) -> list[Outcome]:
+def _serve(engine: str, side: OurSide, folder: Path, options: argparse.Namespace) -> list[Outcome | Named]:
+    """Serve a head in an engine, rightly and where it is the one for that wrongly."""
+    check, home = (check_in_vllm, options.vllm) if engine == "vllm" else (check_in_llama_cpp, options.llama_cpp)
+    rows = check(side, folder, options)
+    return (
+        rows if any(isinstance(row, Refusal) for row in rows) else [*rows, *serve_wrongly(side, engine, home, folder)]
+    )
+
+
+def _check(served: ServedTarget, work: Path, options: argparse.Namespace) -> list[Outcome | Named]:
     """Serve every head in all engines at once, and write the results again after each head."""
     torch.set_num_threads(1)
-    runs = {"vllm": check_in_vllm, "llama.cpp": check_in_llama_cpp}
-    rows: dict[str, list[Outcome]] = {engine: [] for engine in options.engine or runs}
+    rows: dict[str, list[Outcome | Named]] = {engine: [] for engine in options.engine or ENGINES}
     output = options.output or work / "results"
     output.mkdir(parents=True, exist_ok=True)
     # An engine is a process of one thread, which is mostly waited for.
@@ -93,7 +103,7 @@ def _check(served: ServedTarget, work: Path, options: argparse.Namespace) -> lis
         for candidate in served.candidates:
             side = OurSide(served, candidate, options.num_speculative_tokens)
             running = {
-                engine: pool.submit(runs[engine], side, work / engine / slug(candidate.name), options)
+                engine: pool.submit(_serve, engine, side, work / engine / slug(candidate.name), options)
                 for engine in rows
             }
             for engine, future in running.items():
@@ -109,7 +119,7 @@ def _check(served: ServedTarget, work: Path, options: argparse.Namespace) -> lis
     return [row for found in rows.values() for row in found]
 
 
-def _document(engine: str, served: ServedTarget, rows: Sequence[Outcome]) -> dict[str, Any]:
+def _document(engine: str, served: ServedTarget, rows: Sequence[Outcome | Named]) -> dict[str, Any]:
     target, words = served.target, sys.argv[1:]
     # What the script adds are folders of this machine.
     added = {i + j for i, word in enumerate(words) if word in ("--work", "--vllm", "--llama-cpp") for j in (0, 1)}
@@ -126,13 +136,17 @@ def _document(engine: str, served: ServedTarget, rows: Sequence[Outcome]) -> dic
             "vocab_size": target.vocab_size,
         },
         "prompts": len(served.requests),
-        "rows": [asdict(row) for row in rows if not isinstance(row, Refusal)],
+        "rows": [asdict(row) for row in rows if not isinstance(row, Refusal | Named)],
         "refused": [asdict(row) for row in rows if isinstance(row, Refusal)],
+        "served_wrongly": [asdict(row) for row in rows if isinstance(row, Named)],
     }
 
 
-def describe(row: Outcome) -> str:
+def describe(row: Outcome | Named) -> str:
     """Return a row as a line of text."""
+    if isinstance(row, Named):
+        said = f"{row.stage}: {row.difference} ({', '.join(row.causes)})" if row.stage else "right"
+        return f"{row.layout} served as {row.served!r}, verify says {said}: {'agrees' if row.agrees else 'DIFFERS'}"
     if isinstance(row, Refusal):
         return f"{row.layout}: REFUSED by {row.engine} {row.version}: {row.why}"
     how = f"{row.layout} {row.weights}, T={row.temperature:g}, K={row.num_speculative_tokens}, {row.drafts}"

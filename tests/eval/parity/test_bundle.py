@@ -9,7 +9,17 @@ import pytest
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import EngineRound
 from draftsmith.eval.parity.bundle import Bundle, ParityPrompt, read_bundle, write_bundle
-from draftsmith.eval.parity.diagnose import BONUS, OTHER_K, OTHER_MODEL, QUANTIZED, RIGHT, SILENT, Seen, diagnose
+from draftsmith.eval.parity.diagnose import (
+    BONUS,
+    OTHER_K,
+    OTHER_MODEL,
+    QUANTIZED,
+    RIGHT,
+    SILENT,
+    WEIGHTS,
+    Seen,
+    diagnose,
+)
 
 # Two rounds: one of two drafted tokens is accepted, then none.
 PROMPT = ParityPrompt(
@@ -76,7 +86,8 @@ def rounds(*pairs: tuple[tuple[int, ...], int]) -> tuple[EngineRound, ...]:
         (replace(SEEN, output_ids=(99, 11, 12, 13)), (OTHER_MODEL,), 0),
         (replace(SEEN, rounds=()), (SILENT,), 0),
         (replace(SEEN, rounds=rounds(((40, 41), 0), ((42, 43), 0), ((44, 45), 0))), ("layer + 1",), 0),
-        (replace(SEEN, rounds=None, drafted=6, accepted=0), ("layer + 1",), 0),
+        # Where tokens are not told, other weights would be accepted as rarely.
+        (replace(SEEN, rounds=None, drafted=6, accepted=0), ("layer + 1", WEIGHTS), 0),
         (replace(SEEN, rounds=rounds(((11, 30), 2), ((31, 32), 1))), (BONUS,), 0),
         (replace(SEEN, rounds=rounds(((11, 30, 1, 1, 1), 1), ((31, 32, 1, 1, 1), 0))), (OTHER_K,), 0),
         (replace(SEEN, prompt_tokens=7), ("template",), 0),

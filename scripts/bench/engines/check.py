@@ -87,9 +87,8 @@ def _serve(engine: str, side: OurSide, folder: Path, options: argparse.Namespace
     """Serve a head in an engine, rightly and where it is the one for that wrongly."""
     check, home = (check_in_vllm, options.vllm) if engine == "vllm" else (check_in_llama_cpp, options.llama_cpp)
     rows = check(side, folder, options)
-    return (
-        rows if any(isinstance(row, Refusal) for row in rows) else [*rows, *serve_wrongly(side, engine, home, folder)]
-    )
+    refused = any(isinstance(row, Refusal) for row in rows)
+    return [*rows, *([] if refused else serve_wrongly(side, engine, home, folder))]
 
 
 def _check(served: ServedTarget, work: Path, options: argparse.Namespace) -> list[Outcome | Named]:

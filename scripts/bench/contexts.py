@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
         "evaluate.beside": dict(others),
     }
     more = [word for key, value in keys.items() for word in (f"--{key}", json.dumps(value))]
-    evaluation = [*words, "--output_dir", str(own.folder), *more]
+    evaluation = [*words, "--output_dir", str(own.folder / "run"), *more]
     if last := run_command("evaluate", [*evaluation, "--head", first, "--no-decode"], own.folder / "evaluation.log"):
         raise UserError(f"draftsmith evaluate failed ({last}): its whole log is {own.folder / 'evaluation.log'}.")
     facts = facts_of("contexts", argv) | {

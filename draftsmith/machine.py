@@ -2,7 +2,9 @@
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -71,6 +73,11 @@ def _busy_seconds() -> float:
     """Return the seconds that all cores together have worked."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
+
+
+def command_line() -> str:
+    """Return the command of draftsmith that is at work, as it is typed."""
+    return shlex.join(["draftsmith", *sys.argv[1:]])
 
 
 def environment() -> dict[str, Any]:

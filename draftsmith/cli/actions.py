@@ -3,7 +3,7 @@
 import os
 from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +20,7 @@ from draftsmith.estimate.estimator import Estimator
 from draftsmith.estimate.figures import device_here, find_device
 from draftsmith.eval.gate.compare import compare_results
 from draftsmith.eval.planner.decision import DECISION_MARKS
-from draftsmith.eval.report.comparison import COMPARISON_MARK, comparison_json, comparison_markdown, comparison_text
+from draftsmith.eval.report.comparison import COMPARISON_MARK, comparison_markdown, comparison_text
 from draftsmith.eval.report.report import REPORT_MARKS, headline_table, write_report
 from draftsmith.eval.results.result import read_result
 from draftsmith.eval.training.history import read_history
@@ -296,7 +296,7 @@ def compare(own: Namespace, words: list[str]) -> int:
     for one in comparisons if own.fail_if_worse else ():
         one.require_intervals()
     if own.output is not None and own.output.suffix == ".json":
-        kept = [comparison_json(one) for one in comparisons]
+        kept = [asdict(one) for one in comparisons]
         write_json(own.output, kept if len(kept) > 1 else kept[0])
     elif own.output is not None:
         write_text(own.output, "\n".join(map(comparison_markdown, comparisons)))

@@ -32,7 +32,12 @@ def at_boundary(command: Callable[P, int]) -> Callable[P, int]:
             elif hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
         try:
-            _check_folder()
+            try:
+                os.getcwd()  # without which not even libraries load
+            except OSError as error:
+                raise UserError(
+                    f"The folder that this was started in cannot be used ({why_not(error)}): change to one that can, with cd."
+                ) from error
             try:
                 code = command(*args, **kwargs)
             except SystemExit as stop:  # processes whose failure another one has said
@@ -96,16 +101,6 @@ def _explain_refusal(error: OSError) -> str:
         return f"The system refuses this ({first_line(error)}): mend it, then run the same command again."
     name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
     return f"{one_line(name)} cannot be used ({why_not(error, name)}): mend that or name another, then run the same command again."
-
-
-def _check_folder() -> None:
-    """Raise UserError where the working folder is gone, without which not even libraries load."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        raise UserError(
-            f"The folder that this was started in cannot be used ({why_not(error)}): change to one that can, with cd."
-        ) from error
 
 
 def _drop_output() -> None:

@@ -4,14 +4,12 @@ draftsmith certify --recipe R
 draftsmith certify --recipe R --url http://DRAFTS:8000 --url http://ALONE:8001
 """
 
-import shlex
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
-from itertools import zip_longest
+from itertools import islice, zip_longest
 
 from draftsmith.cli.actions import refuse_redo, session_of
 from draftsmith.cli.boundary import put
@@ -37,7 +35,7 @@ from draftsmith.eval.drafters.system import SystemUnderTest, Way
 from draftsmith.eval.measure.texts import check_lossless
 from draftsmith.foreign.records import Journal
 from draftsmith.heads.formats.recognise import head_digest
-from draftsmith.machine import environment_json
+from draftsmith.machine import command_line, environment_json
 from draftsmith.progress import Bar, say
 from draftsmith.stages.drafters import at_temperature, load_fitting, ways_to_draft
 from draftsmith.stages.evaluation import prompts_of, served_prompts
@@ -160,7 +158,12 @@ def certify(own: Namespace, words: list[str]) -> int:
             "such as [0.0, 1.0]."
         )
     subject = _Servers(session, own.url, own.model, settings[0]) if own.url else _Decoder(session)
-    prompts = _short_ones(subject.requests, own.prompts)
+    # The shortest of each slice in turn, as they are read again and again.
+    by_slice: dict[str, list[Request]] = {}
+    for request in sorted(subject.requests, key=lambda r: len(r.prompt_ids)):
+        by_slice.setdefault(request.slice, []).append(request)
+    turns = (one for turn in zip_longest(*by_slice.values()) for one in turn if one is not None)
+    prompts = list(islice(turns, own.prompts))
     if len(prompts) < 2:
         raise UserError(
             "certify takes two prompts or more, as one fault is another prompt's prefix: raise --prompts, or add some."
@@ -178,7 +181,7 @@ def certify(own: Namespace, words: list[str]) -> int:
         **subject.facts,
         "prompts": [p.sample_id for p in prompts],
         "settings": fingerprint([settings, texts]),
-        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+        "command": command_line(),
         **environment_json(),
     }
     certificate = make_certificate(about, design, greedy, tested)
@@ -211,12 +214,3 @@ def _test(
         return [
             judge.test(name, subject.draw(name, prompts, design), sampling, subject.controls) for sampling, name in ways
         ]
-
-
-def _short_ones(requests: Sequence[Request], count: int) -> list[Request]:
-    """Return so many prompts, the shortest of each slice in turn: they are read again and again."""
-    by_slice: dict[str, list[Request]] = {}
-    for request in sorted(requests, key=lambda r: len(r.prompt_ids)):
-        by_slice.setdefault(request.slice, []).append(request)
-    turns = [one for turn in zip_longest(*by_slice.values()) for one in turn if one is not None]
-    return turns[:count]

@@ -26,8 +26,13 @@ def main() -> int:
     # torchrun's own handlers would kill the processes half a minute later, whether they have saved a checkpoint or not.
     arguments.signals_to_handle = "SIGQUIT"
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        for child in psutil.Process().children():  # which save a checkpoint and end
+            child.send_signal(number)
+
     try:
-        with on_signals(_hand_on, (signal.SIGINT, *ENDING)):
+        with on_signals(hand_on, (signal.SIGINT, *ENDING)):
             launch_command(arguments)
     except ChildFailedError as error:
         return _say(error.failures, Path(folder))
@@ -37,12 +42,6 @@ def main() -> int:
     return 0
 
 
-def _hand_on(number: int, _: FrameType | None) -> None:
-    """Send a signal to the training processes, which save a checkpoint and end."""
-    for child in psutil.Process().children():
-        child.send_signal(number)
-
-
 def _say(failures: dict[int, ProcessFailure], folder: Path) -> int:
     """Print why training processes ended where they could not print it themselves; return the exit code."""
     for rank, failure in failures.items():
@@ -50,13 +49,9 @@ def _say(failures: dict[int, ProcessFailure], folder: Path) -> int:
             name = signal.Signals(-failure.exitcode).name
             memory = ", as the system does when memory is short" if name == "SIGKILL" else ""
             checkpoint = latest_checkpoint(folder, warn=False)
-            start = (
-                " to go on from what is done; there is no checkpoint yet"
-                if checkpoint is None
-                else f" to go on from {checkpoint}"
-            )
+            start = checkpoint or "what is done; there is no checkpoint yet"
             what = f"Rank {rank} on {socket.gethostname()} was ended by {name}{memory}"
-            print(f"draftsmith: {what}: run the same command again{start}.", file=sys.stderr)
+            print(f"draftsmith: {what}: run the same command again to go on from {start}.", file=sys.stderr)
             return 1
     codes = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
     if set(codes) <= {LOST}:

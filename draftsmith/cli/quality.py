@@ -7,8 +7,6 @@ target's chat template, and the recipe says how tokens are sampled, at each of `
 task sets the most tokens of an answer, and the texts at which it ends.
 """
 
-import shlex
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -33,7 +31,7 @@ from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError, one_line
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.foreign.code import foreign_code
-from draftsmith.machine import environment_json
+from draftsmith.machine import command_line, environment_json
 from draftsmith.progress import Bar
 from draftsmith.stages.drafters import at_temperature, load_heads, ways_to_draft
 from draftsmith.stages.planning import target_info
@@ -158,7 +156,7 @@ def measure_quality(session: Session, names: Sequence[str], limit: int | None, o
             scored = simple_evaluate(model, tasks=list(names), **how)
             scores += [{"temperature": temperature, "system": writer.name, **one} for one in _scores(scored)]
     settings = {"tasks": list(names), "limit": limit, "dtype": alone.dtype_name, "seed": session.recipe.seed}
-    command = shlex.join(["draftsmith", *sys.argv[1:]])
+    command = command_line()
     facts = {"command": command, **environment_json()}
     about = {"target": asdict(target_info(alone, session.name_of(alone))), "settings": settings}
     write_json(output, {"schema_version": 1, **facts, **about, "scores": scores})

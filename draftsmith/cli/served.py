@@ -1,7 +1,5 @@
 """`draftsmith evaluate --url` and `what-if`: running servers with and without speculation, and how they accept as a better head would."""
 
-import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +22,7 @@ from draftsmith.eval.report.served import notes_of, tables_of
 from draftsmith.eval.results.result import Result, Settings, TargetInfo, read_result, write_result
 from draftsmith.eval.results.served import Served, ServedAcceptance, ServedServer
 from draftsmith.foreign.text import read_json
-from draftsmith.machine import environment
+from draftsmith.machine import command_line, environment
 from draftsmith.progress import say
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
@@ -50,7 +48,12 @@ def evaluate_served(own: Namespace, words: list[str]) -> int:
     recipe = parse_recipe([*target, *words], "draftsmith evaluate", command.help, command.options)
     session = Session(recipe, words=words)
     chats = list(_chats(session, ignore_end=own.injected))
-    concurrencies = _concurrencies(recipe, len(chats))
+    wanted = sorted({*recipe.evaluate.plan_batches, recipe.evaluate.batch})
+    if over := [str(n) for n in wanted if n > len(chats)]:
+        say(
+            f"warning: there are {len(chats)} prompts, so {', '.join(over)} at once are left out: give more, or lower evaluate.plan_batches"
+        )
+    concurrencies = [n for n in wanted if n <= len(chats)]
     report = None if own.report is None else read_result(own.report)
     if report is not None and report.settings.temperature != recipe.evaluate.temperatures[0]:
         raise UserError(
@@ -79,7 +82,7 @@ def evaluate_served(own: Namespace, words: list[str]) -> int:
         repeats=recipe.evaluate.repeats,
         injected=own.injected,
         client=made["hardware"],
-        command=shlex.join(["draftsmith", *sys.argv[1:]]),
+        command=command_line(),
         commit=made["commit"],
         date=made["date"],
     )
@@ -105,16 +108,6 @@ def _chats(session: Session, *, ignore_end: bool) -> Iterator[Chat]:
         tools = {"tools": list(one.tools)} if one.tools else {}
         end = {"ignore_eos": True} if ignore_end else {}
         yield Chat(one.id, {"messages": list(one.prompt()), "max_tokens": most, **standard, **tools, **end})
-
-
-def _concurrencies(recipe: Recipe, prompts: int) -> list[int]:
-    """Return how many requests are asked at once, ascending, no more than there are prompts."""
-    wanted = sorted({*recipe.evaluate.plan_batches, recipe.evaluate.batch})
-    if over := [str(n) for n in wanted if n > prompts]:
-        say(
-            f"warning: there are {prompts} prompts, so {', '.join(over)} at once are left out: give more, or lower evaluate.plan_batches"
-        )
-    return [n for n in wanted if n <= prompts]
 
 
 def _read_costs(path: Path) -> CostTable | Served:

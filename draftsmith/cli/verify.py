@@ -1,7 +1,5 @@
 """`draftsmith verify`: replay an export's parity bundle in an engine, and name the first thing that differs and what usually causes it."""
 
-import shlex
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -20,7 +18,7 @@ from draftsmith.eval.parity.diagnose import diagnose, not_told
 from draftsmith.eval.parity.swap import Side, swap
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.quantized import BITS, quantize_head
-from draftsmith.machine import environment_json
+from draftsmith.machine import command_line, environment_json
 from draftsmith.storage import check_file, write_json
 from draftsmith.target.target import load_target
 
@@ -56,8 +54,15 @@ def verify(own: Namespace, words: list[str]) -> int:
         names = [own.model] if own.model else [bundle.target, export.absolute().name]
         server = AskedServer(own.url, names)
         answered = Answered(server.engine, server.ask_all(bundle))
+    elif own.engine not in ENGINES:
+        raise UserError(f"--engine is {own.engine}: choose {' or '.join(ENGINES)}; ask others by --url.")
+    elif own.home is None or own.target is None:
+        raise UserError(
+            "--engine starts an engine, so give --home FOLDER, where it is installed (vLLM's environment, or a built llama.cpp tree), and "
+            "--target FOLDER, the target's files."
+        )
     else:
-        answered = _started(own, export, bundle)
+        answered = start_and_ask(export, bundle, own.engine, own.home, own.target, own.gguf_pre)
     verdict = diagnose(bundle, answered.seen, answered.end_ids)
     hidden = not_told(bundle, answered.seen, answered.end_ids) if verdict.right else ()
     told = answered.seen[0]
@@ -77,17 +82,6 @@ def verify(own: Namespace, words: list[str]) -> int:
         facts |= {"looks_the_same": hidden, **asdict(verdict), "sentence": verdict.sentence}
         write_json(own.output, facts | {"seen": [asdict(one) for one in answered.seen]} | environment_json())
     return 0 if verdict.right else DIFFERS
-
-
-def _started(own: Namespace, export: Path, bundle: Bundle) -> Answered:
-    if own.engine not in ENGINES:
-        raise UserError(f"--engine is {own.engine}: choose {' or '.join(ENGINES)}; ask others by --url.")
-    if own.home is None or own.target is None:
-        raise UserError(
-            "--engine starts an engine, so give --home FOLDER, where it is installed (vLLM's environment, or a built llama.cpp tree), and "
-            "--target FOLDER, the target's files."
-        )
-    return start_and_ask(export, bundle, own.engine, own.home, own.target, own.gguf_pre)
 
 
 _REMEDY = {
@@ -135,7 +129,7 @@ def _swap(own: Namespace, export: Path, bundle: Bundle) -> int:
     if own.output is not None:
         asked = {
             "verified": str(export),
-            "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+            "command": command_line(),
             "prompts": len(requests),
         }
         write_json(own.output, asked | asdict(found) | environment_json())

@@ -47,7 +47,13 @@ def watch(own: Namespace, words: list[str]) -> int:
     with closing(claim(own.state.parent / f".{own.state.name}.lock", elsewhere="--state")):
         again = "name another file with --state, or remove it to begin anew"
         state = read_current(State, read_json(own.state, again), str(own.state), again) if own.state.exists() else None
-        source = _source(own, result)
+        if own.records is not None:
+            source: Source = FileSource(own.records, own.tag, own.per_day, whole=own.once)
+        else:
+            server = ModelServer(own.url, "--url")
+            if names := [own.model] if own.model else [result[2].target.path] if result else []:
+                server.find_model(names, "say with --model how the server calls it")
+            source = ServerSource(server)
         if state is None:
             state = State(source.name)
         elif state.source != source.name:
@@ -85,16 +91,6 @@ def _check(own: Namespace, words: list[str]) -> None:
     check_file("--state", own.state, (".json",), r'"source"')
     if own.prometheus is not None:
         check_file("--prometheus", own.prometheus, (".prom",), _MARK)
-
-
-def _source(own: Namespace, result: "tuple[str, Measures, Result] | None") -> Source:
-    """Return what is followed. Raises UserError for a server of another model than the report's."""
-    if own.records is not None:
-        return FileSource(own.records, own.tag, own.per_day, whole=own.once)
-    server = ModelServer(own.url, "--url")
-    if names := [own.model] if own.model else [result[2].target.path] if result else []:
-        server.find_model(names, "say with --model how the server calls it")
-    return ServerSource(server)
 
 
 def _keeper(own: Namespace) -> Keeper | None:
@@ -274,11 +270,6 @@ def prometheus(slices: dict[str, Watched]) -> str:
     return written
 
 
-def _evidence(one: Watched) -> dict[str, float]:
-    shares = {side: sum(of.evidence) / len(of.evidence) for side, of in one.sides.items()}
-    return {f',direction="{side}"': share / limit(one.share) for side, share in shares.items()}
-
-
 _METRICS: tuple[tuple[str, str, str, Callable[[Watched], dict[str, float]]], ...] = (
     ("requests_total", "counter", "Requests, or intervals where a log tells no requests.", lambda one: {"": one.told}),
     ("rounds_total", "counter", "Target passes over a draft.", lambda one: {"": one.rounds}),
@@ -289,7 +280,15 @@ _METRICS: tuple[tuple[str, str, str, Callable[[Watched], dict[str, float]]], ...
         "Tokens of a round in the first requests.",
         lambda one: {"": one.baseline.tau} if one.baseline else {},
     ),
-    ("evidence", "gauge", "Evidence of a change as a share of that of an alarm, by direction.", _evidence),
+    (
+        "evidence",
+        "gauge",
+        "Evidence of a change as a share of that of an alarm, by direction.",
+        lambda one: {
+            f',direction="{side}"': sum(of.evidence) / len(of.evidence) / limit(one.share)
+            for side, of in one.sides.items()
+        },
+    ),
     (
         "alarm",
         "gauge",

@@ -302,11 +302,6 @@ _HALF = (F.linear, F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, 
 """The operations that heads use of those which autocast takes to bf16."""
 
 
-def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Drop with a mask of one byte per number."""
-    return torch.native_dropout(x, p, training)[0]
-
-
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *others: Any, **options: Any
 ) -> Tensor:
@@ -315,4 +310,8 @@ def _attention(
     return kernel(q, k, v, 0.0, attn_mask is None, attn_mask=attn_mask)[0]
 
 
-_OF_GPUS: dict[Any, Callable[..., Tensor]] = {F.dropout: _dropout, F.scaled_dot_product_attention: _attention}
+_OF_GPUS: dict[Any, Callable[..., Tensor]] = {
+    # With a mask of one byte per number.
+    F.dropout: lambda x, p=0.5, training=True, inplace=False: torch.native_dropout(x, p, training)[0],
+    F.scaled_dot_product_attention: _attention,
+}

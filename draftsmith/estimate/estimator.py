@@ -78,7 +78,10 @@ class Estimator:
             )
         if not {"prompt", "answer"} <= asked.keys():
             asked = lengths_at_hand(recipe, target.shape, conversations) | {**asked}
-        found = cls(target, device, samples, count_prompts(recipe), asked)
+        prompts: Mapping[str, int] = UNCOUNTED
+        if (sources := _local(recipe, "evaluate.prompts", recipe.evaluate.prompts)) is not None:
+            prompts = Counter(conversation.slice for conversation in load_conversations(sources))
+        found = cls(target, device, samples, prompts, asked)
         estimate = found.estimate(recipe)
         found = replace(found, head=estimate.head)
         if not device.measured:
@@ -162,8 +165,13 @@ def lengths_at_hand(
     """Return the mean tokens of the first prompts, as far as they fit beside an answer, and of the answers, by the names of Assumptions:
     those in the data where the target does not answer, else those of the run where it has. What is not known is left out."""
     spec, longest, found = recipe.data, _longest(recipe, target), dict[str, int]()
-    if (answer := _answer_tokens(recipe)) is not None:
-        found["answer"] = min(answer, longest - longest // 4)
+    path = recipe.data_path / "run.json"
+    if recipe.answers.regenerate and path.exists():
+        inputs, facts = read_stage(path, "answers")
+        count, tokens = facts.get("answers"), facts.get("output_tokens")
+        alike = inputs.get("answers.max_new_tokens") == recipe.answers.max_new_tokens
+        if alike and type(count) is type(tokens) is int and count > 0:
+            found["answer"] = min(max(1, round(tokens / count)), longest - longest // 4)
     if conversations is None:
         return found
     try:
@@ -191,26 +199,6 @@ def lengths_at_hand(
         return found
     answer = max(1, round(mean(int(sample.mask.sum()) for sample in samples)))
     return {"answer": answer, "prompt": max(1, round(mean(len(sample.ids) for sample in samples)) - answer)}
-
-
-def _answer_tokens(recipe: Recipe) -> int | None:
-    """Return the mean tokens of the answers that the run holds, None where it holds none by this target and of this length."""
-    path = recipe.data_path / "run.json"
-    if not recipe.answers.regenerate or not path.exists():
-        return None
-    inputs, facts = read_stage(path, "answers")
-    count, tokens = facts.get("answers"), facts.get("output_tokens")
-    alike = inputs.get("answers.max_new_tokens") == recipe.answers.max_new_tokens
-    return max(1, round(tokens / count)) if alike and type(count) is type(tokens) is int and count > 0 else None
-
-
-def count_prompts(recipe: Recipe) -> Mapping[str, int]:
-    """Return how many prompts of each slice the evaluation takes; UNCOUNTED where they are not local files."""
-    spec, sources = recipe.evaluate, _local(recipe, "evaluate.prompts", recipe.evaluate.prompts)
-    if sources is None:
-        return UNCOUNTED
-    found = Counter(conversation.slice for conversation in load_conversations(sources))
-    return {name: min(count, spec.per_slice or count) for name, count in found.items()}
 
 
 def _local(recipe: Recipe, key: str, named: Sequence[str]) -> list[str] | None:

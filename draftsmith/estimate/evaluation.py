@@ -72,7 +72,10 @@ class EvaluationEstimate:
         found["equality in float32"] = self._equality()
         for temperature in self.spec.temperatures:
             ways = [way for way in self.ways if temperature > 0 or way.greedy]
-            found["decoding"] += self._decoding(ways)
+            # The target alone and every way, in every repeat, and `generate` on a few prompts of each slice.
+            generate = self.spec.generate and self.spec.batch == 1
+            once = sum(self.tokens() * self._token(way, self.spec.batch) + self._prefill for way in (None, *ways))
+            found["decoding"] += self.spec.repeats * (once + generate * self.tokens(FEW) * self._token(None, 1))
             found["simulation"] += self._simulation(ways, 1 if temperature == 0 else self.spec.repeats)
             found["costs"] += self._costs(ways)
             if self.spec.plan_batches and any(way.simulated for way in ways):
@@ -117,13 +120,6 @@ class EvaluationEstimate:
         """Seconds of a pass over every prompt and its answer."""
         length = self.estimate.given.prompt + self.tokens() / self.count
         return self.estimate.seconds(self.count * self.estimate.target.forward_flops(length))
-
-    def _decoding(self, ways: list[Way]) -> float:
-        """The target alone and every way, in every repeat, and `generate` on a few prompts of each slice."""
-        spec = self.spec
-        once = sum(self.tokens() * self._token(way, spec.batch) + self._prefill for way in (None, *ways))
-        generate = spec.generate and spec.batch == 1
-        return spec.repeats * (once + generate * self.tokens(FEW) * self._token(None, 1))
 
     def _equality(self) -> float:
         """Greedy texts of the target alone and of every way, one prompt at a time in float32, where the timed ones are not exact."""

@@ -1,6 +1,5 @@
 """The stage that evaluates a trained head: decode or simulate its prompts, and write result.json and the reports."""
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,7 +21,7 @@ from draftsmith.eval.training.history import read_history
 from draftsmith.fields import fingerprint_fields
 from draftsmith.foreign.records import Journal
 from draftsmith.heads.record import tuned_from
-from draftsmith.machine import environment
+from draftsmith.machine import command_line, environment
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import (
@@ -235,7 +234,7 @@ def served_costs_table(session: Session, path: Path, urls: Sequence[str], names:
         spec.temperatures[0],
         batches=sorted({*spec.plan_batches, spec.batch}),
         contexts=contexts_of(spec, prompts, length, TOKENS, "an answer"),
-        command=shlex.join(["draftsmith", *sys.argv[1:]]),
+        command=command_line(),
     )
     write_cost_table(path, table)
     for server in table.servers:

@@ -4,8 +4,6 @@ costs -> draft lengths to time -> texts decoded in turns -> texts simulated and 
 answers of the target -> texts simulated and judged -> result
 """
 
-import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -29,7 +27,7 @@ from draftsmith.eval.results.conditions import Thinking
 from draftsmith.eval.results.result import WARNING, Costs, Example, Lossless, Pick, Piece, Result, Settings, TargetInfo
 from draftsmith.eval.simulate.answers import SIMULATED_BATCH, answer_alone
 from draftsmith.foreign.records import Journal
-from draftsmith.machine import environment
+from draftsmith.machine import command_line, environment
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import at_temperature
@@ -268,7 +266,7 @@ def _make_result(
         f"tokens off the target's own choice in the teacher-forced pass ({n})": count for n, count in off_text.items()
     }
     return Result(
-        command=shlex.join(["draftsmith", *sys.argv[1:]]),
+        command=command_line(),
         **environment(),
         recipe=asdict(recipe),
         target=evaluation.info,

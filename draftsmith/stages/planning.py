@@ -1,7 +1,5 @@
 """What an evaluation decides: the costs of this machine, the plan that follows from them, and the lines that engines take."""
 
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import product
@@ -17,7 +15,7 @@ from draftsmith.eval.planner.verdict import QUIET
 from draftsmith.eval.results.result import Result, TargetInfo
 from draftsmith.eval.training.history import History
 from draftsmith.heads.formats.engines import Again
-from draftsmith.machine import environment
+from draftsmith.machine import command_line, environment
 from draftsmith.progress import say
 from draftsmith.recipe.evaluate import EvaluateSpec
 from draftsmith.recipe.schema import ExportSpec
@@ -122,7 +120,7 @@ def measure_and_keep(evaluation: Evaluation, path: Path, kept: CostTable | None 
         evaluation.prompts.median.prompt_ids,
         spec.sampling(spec.temperatures[0]),
         places=places,
-        command=shlex.join(["draftsmith", *sys.argv[1:]]),
+        command=command_line(),
         kept=kept,
     )
     _not_empty(table)

@@ -7,8 +7,6 @@ How many tokens each tree gets accepted is measured on answers held out of train
 settings new ones to the same prompts. What a tree costs is timed: target passes and drafts. Evaluation prompts play no part.
 """
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +42,7 @@ from draftsmith.eval.tree_search.search import (
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import head_digest
 from draftsmith.heads.registry import find_method
-from draftsmith.machine import environment
+from draftsmith.machine import command_line, environment
 from draftsmith.progress import say
 from draftsmith.stages.data import answer_inputs, answers_file, load_samples
 from draftsmith.stages.drafters import load_fitting
@@ -138,7 +136,7 @@ def _origin(
         "target": {"path": target.path, "fingerprint": target.fingerprint, "dtype": target.dtype_name},
         "sampling": asdict(sampling),
         "calibration": calibration,
-        "command": shlex.join(["draftsmith", *sys.argv[1:]]),
+        "command": command_line(),
         **machine,
         "hardware": asdict(machine["hardware"]),
     }

@@ -7,9 +7,11 @@ ever adds to a time.
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.cache import KVCache, entry_bytes, layer_shapes
@@ -149,7 +151,10 @@ def _point(
         own = c.num_speculative_tokens
         lengths = [k for k in c.lengths if rows == 1 or k in (1, 2, 4, own, c.lengths[-1])]
         jobs |= _draft_jobs(target, c, lengths, ids, rows, sampling)
-        jobs["admit", c.name] = _admit_job(target, c, ids, rows)
+        cache, drafter = KVCache.for_target(target, rows, len(ids)), c.make(own)
+        prompts = _prefill(target, cache, ids, rows, drafter.layer_ids)
+        drafter.start(rows, len(ids))
+        jobs["admit", c.name] = partial(drafter.admit, prompts)
         jobs[_WHOLE, c.name] = _Rounds(c.verified_by(target), c.make(own), ids, rows, sampling, c.typical)
     started = time.perf_counter()
     _time(jobs, target.device, 1)
@@ -252,16 +257,12 @@ def _verify_jobs(
     passes = Passes.of(target, rows, len(context_ids) + max(sizes), max(sizes))
     _prefill(target, passes.cache, context_ids, rows, ())
 
-    def pass_over(nodes: int) -> Job:
-        ids_BN = torch.tensor([(list(context_ids) * nodes)[:nodes]] * rows, device=target.device)
+    def pass_over(ids_BN: Tensor) -> object:
+        # All of what a round does between the draft and the verdict.
+        return passes(Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), len(context_ids)).logits_BNV
 
-        def job() -> object:
-            # All of what a round does between the draft and the verdict.
-            return passes(Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), len(context_ids)).logits_BNV
-
-        return job
-
-    return {("verify", str(n)): pass_over(n) for n in sizes}
+    texts = {n: torch.tensor([(list(context_ids) * n)[:n]] * rows, device=target.device) for n in sizes}
+    return {("verify", str(n)): partial(pass_over, ids_BN) for n, ids_BN in texts.items()}
 
 
 def _draft_jobs(
@@ -276,14 +277,6 @@ def _draft_jobs(
     cache = KVCache.for_target(target, rows, len(context_ids))
     prompts = _prefill(target, cache, context_ids, rows, system.make(1).layer_ids)
     return {(system.name, str(k)): _draft_job(system.make(k), prompts, sampling) for k in lengths}
-
-
-def _admit_job(target: Target, system: SystemUnderTest, context_ids: Sequence[int], rows: int) -> Job:
-    """Return a job that reads the prompts before the first draft."""
-    cache, drafter = KVCache.for_target(target, rows, len(context_ids)), system.make(system.num_speculative_tokens)
-    prompts = _prefill(target, cache, context_ids, rows, drafter.layer_ids)
-    drafter.start(rows, len(context_ids))
-    return lambda: drafter.admit(prompts)
 
 
 def _draft_job(drafter: Drafter, prompts: Prompts, sampling: Sampling) -> Job:

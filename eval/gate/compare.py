@@ -15,11 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.errors import UserError
-from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.results.conditions import sharers
 from draftsmith.eval.results.intervals import FEWEST_PROMPTS, Interval, bootstrap_tau
-from draftsmith.eval.results.metrics import METRICS, Metric
-from draftsmith.eval.results.result import DrafterResult, Measures, Result, TargetInfo
+from draftsmith.eval.results.metrics import METRICS, Metric, taus_by_k
+from draftsmith.eval.results.result import OVERALL, DrafterResult, Result, TargetInfo
 
 BETTER, WORSE, CHANGED, NOISE, SAME = "better", "worse", "changed", "noise", "same"
 
@@ -112,7 +111,13 @@ def compare_results(
         DrafterComparison(a, b, k, tuple(_differences(old.drafters[a], new.drafters[b], k, repeats, timed=timed)))
         for (a, b), k in names.items()
     )
-    notes = [*_notes(old, new, names), *_notes_of_speed(old, new, min(repeats))]
+    notes = [*_notes(old, new, names)]
+    if all(any(d.overall.decode_tok_s for d in result.drafters.values()) for result in (old, new)):
+        if not timed:
+            machines = f"{_machine(old)}; {_machine(new)}"
+            notes.append(f"speeds are left out, as they are of other machines or batches: {machines}")
+        elif min(repeats) > 1:
+            notes.append("intervals of speeds are those of the repeats: another load of the machine is not in them")
     return Comparison(*files, (_side(old), _side(new)), tuple(notes), drafters)
 
 
@@ -181,18 +186,12 @@ def _match(
     for a, b in names:
         drafts = (old.drafters[a].draft or old.settings, new.drafters[b].draft or new.settings)
         lengths[a, b] = ours, theirs = drafts[0].num_speculative_tokens, drafts[1].num_speculative_tokens
-        if ours != theirs and not _curve(old.drafters[a].overall).keys() & _curve(new.drafters[b].overall).keys():
+        if ours != theirs and not taus_by_k(old.drafters[a].overall).keys() & taus_by_k(new.drafters[b].overall).keys():
             raise UserError(
                 f"{a} drafts {ours} tokens in {files[0]} and {b} {theirs} in {files[1]}, and no draft length was simulated in both: "
                 "evaluate both with the same evaluate.num_speculative_tokens."
             )
     return lengths
-
-
-def _curve(m: Measures) -> dict[int, float]:
-    """Return the simulated tau of every draft length."""
-    points = m.k_sweep or ()
-    return {p.num_speculative_tokens: p.tau_simulated for p in points if p.tau_simulated is not None}
 
 
 def _read_pair(text: str, old: Result, new: Result, files: tuple[str, str]) -> tuple[str, str]:
@@ -220,8 +219,8 @@ def _differences(
     scopes += [(name, measures, new.slices[name]) for name, measures in old.slices.items() if name in new.slices]
     for slice_name, ours, theirs in scopes:
         if not alike:
-            after = _curve(theirs)
-            for length, tau in _curve(ours).items():
+            after = taus_by_k(theirs)
+            for length, tau in taus_by_k(ours).items():
                 if length in after:
                     change = after[length] - tau
                     yield Difference(slice_name, f"k_sweep[{length}]", tau, after[length], change, None, None)
@@ -300,16 +299,6 @@ def _notes(old: Result, new: Result, names: Mapping[tuple[str, str], tuple[int, 
 
 def _identity(target: TargetInfo) -> str:
     return f"{target.path} ({(target.fingerprint or 'unknown')[:8]})"
-
-
-def _notes_of_speed(old: Result, new: Result, repeats: int) -> Iterator[str]:
-    """Yield what is to be known of speeds, where both results hold some."""
-    if not all(any(d.overall.decode_tok_s for d in result.drafters.values()) for result in (old, new)):
-        return
-    if (ours := _machine(old)) != (theirs := _machine(new)):
-        yield f"speeds are left out, as they are of other machines or batches: {ours}; {theirs}"
-    elif repeats > 1:
-        yield "intervals of speeds are those of the repeats: another load of the machine is not in them"
 
 
 def _machine(result: Result) -> str:

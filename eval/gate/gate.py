@@ -19,9 +19,7 @@ from xml.etree import ElementTree
 from draftsmith.errors import UserError
 from draftsmith.eval.results.intervals import FEWEST_PROMPTS
 from draftsmith.eval.results.metrics import METRICS, Metric
-from draftsmith.eval.results.result import Measures, Result
-
-OVERALL = "overall"
+from draftsmith.eval.results.result import OVERALL, Measures, Result
 
 _METRICS = {
     name: (metric, value)
@@ -144,7 +142,8 @@ def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]
             result = results[source]
             system = result.drafters[drafter]
             _expect(threshold, "slice", threshold.slice, [OVERALL, *system.slices], f" for {drafter} in {source}")
-            measures = system.overall if threshold.slice == OVERALL else system.slices[threshold.slice]
+            measures = system.at(threshold.slice)
+            assert measures is not None
             measured = _METRICS[threshold.metric][1](measures)
             if measured is None or not math.isfinite(measured):
                 raise UserError(

@@ -13,7 +13,7 @@ from typing import Any
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, check_fits
 from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_evaluation
-from draftsmith.eval.planner.routing import Rules, make_rules, no_rules, write_rules
+from draftsmith.eval.planner.routing import Rules, make_rules, no_rules
 from draftsmith.eval.planner.verdict import Action, Check, Verdict, clock_faults, decide, make_checks
 from draftsmith.eval.results.result import Result
 from draftsmith.foreign.records import read_dataclass
@@ -124,17 +124,13 @@ def make_decision(
     pays = verdict.action in (Action.DEPLOY, Action.CHANGE_K)
     rules = served = (make_rules if pays else no_rules)(plan, verdict.option)
     if pays and rules.tree is not None:
-        chain = _fastest_chain(plan)
+        # The fastest chain of the run's own head that pays, which has the name of the method.
+        own = plan.results[0].drafters[plan.own].draft
+        chains = (o for o in plan.over_temperatures(plan.batch) if own is not None and o.drafter == own.method)
+        chain = next((o for o in chains if plan.tree(o) is None and max(plan.gains(o)[0]) >= PAYS), None)
         served = no_rules(plan, verdict.option) if chain is None else make_rules(plan, chain)
         verdict = replace(verdict, reasons=(*verdict.reasons, _instead_of_a_tree(plan, chain)))
     return Decision(plan, verdict, rules, served, checks, export, price_per_hour)
-
-
-def _fastest_chain(plan: Plan) -> Option | None:
-    """Return the fastest chain of the run's own head, None where none pays. Such a chain has the name of the method."""
-    own = plan.results[0].drafters[plan.own].draft
-    chains = (o for o in plan.over_temperatures(plan.batch) if own is not None and o.drafter == own.method)
-    return next((o for o in chains if plan.tree(o) is None and max(plan.gains(o)[0]) >= PAYS), None)
 
 
 def _instead_of_a_tree(plan: Plan, chain: Option | None) -> str:
@@ -166,7 +162,7 @@ def doubts_of(results: Sequence[Result], *, flaws_on: Hardware | None = None) ->
 def write_decision(folder: Path, decision: Decision) -> None:
     """Write plan.json and routing.json into a folder, each atomically."""
     write_json(folder / "plan.json", decision_json(decision))
-    write_rules(folder / "routing.json", decision.rules)
+    write_json(folder / "routing.json", asdict(decision.rules))
 
 
 def decision_json(decision: Decision) -> dict[str, Any]:
@@ -270,11 +266,11 @@ def write_settings(folder: Path, decision: Decision) -> None:
         for snippet in snippets:
             path = folder / engine / (snippet.file or _COMMAND)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, snippet.text if snippet.file else _from_anywhere(snippet.text, _SOURCES.get(engine, "")))
-
-
-def _from_anywhere(text: str, variable: str) -> str:
-    """Return commands that run in any folder: scripts of an engine's sources are looked for in the folder that a variable names."""
-    moved = re.sub(r"^python (?=convert_hf|examples/)", f'python "${variable}"/', text, flags=re.MULTILINE)
-    moved = moved.replace("--gguf llama.cpp", f'--gguf "${variable}"')
-    return text if moved == text else f': "${{{variable}:?set it to the folder with its sources}}"\n{moved}'
+            text = snippet.text
+            if not snippet.file:  # commands run in any folder, so a variable names the folder of an engine's scripts
+                variable = _SOURCES.get(engine, "")
+                text = re.sub(r"^python (?=convert_hf|examples/)", f'python "${variable}"/', text, flags=re.MULTILINE)
+                text = text.replace("--gguf llama.cpp", f'--gguf "${variable}"')
+                if text != snippet.text:
+                    text = f': "${{{variable}:?set it to the folder with its sources}}"\n{text}'
+            write_text(path, text)

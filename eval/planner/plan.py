@@ -17,8 +17,8 @@ from statistics import geometric_mean
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostPoint, CostTable, between
 from draftsmith.eval.drafters.system import DraftInfo
-from draftsmith.eval.gate.gate import OVERALL
-from draftsmith.eval.results.result import DrafterResult, Measures, Pick, Result, TargetInfo
+from draftsmith.eval.results.metrics import taus_by_k
+from draftsmith.eval.results.result import OVERALL, DrafterResult, Measures, Pick, Result, TargetInfo
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Plan:
         for name in self.table.drafters:
             if (drafter := result.drafters.get(name)) is None:
                 continue
-            measures = drafter.overall if slice_name == OVERALL else drafter.slices.get(slice_name)
+            measures = drafter.at(slice_name)
             for k, tau in taus(measures, decoded_length(drafter)) if measures else ():
                 cost = round_cost(self.table, point, name, k)
                 if cost is not None:
@@ -278,8 +278,7 @@ def decoded_length(drafter: DrafterResult) -> int | None:
 
 def taus(measures: Measures, decoded_k: int | None) -> list[tuple[int, float]]:
     """Return (K, tau) of a drafter: for every simulated K; without a simulation, for the K that was decoded."""
-    swept = [(p.num_speculative_tokens, p.tau_simulated) for p in measures.k_sweep or ()]
-    simulated = [(k, tau) for k, tau in swept if tau is not None]
+    simulated = [*taus_by_k(measures).items()]
     if not simulated and measures.tau is not None and decoded_k is not None:
         return [(decoded_k, measures.tau)]
     return simulated

@@ -6,16 +6,15 @@ Engines start with one draft length; a gateway before two of them, one with and 
 belongs. K: num_speculative_tokens, 0 for none.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.errors import UserError
-from draftsmith.eval.gate.gate import OVERALL
 from draftsmith.eval.planner.plan import Option, Plan, break_even_tokens, by_batch
+from draftsmith.eval.results.result import OVERALL
 from draftsmith.foreign.records import read_current
 from draftsmith.foreign.text import read_json
 from draftsmith.heads.formats.engines import steps_in_words
-from draftsmith.storage import write_json
 
 
 @dataclass(frozen=True)
@@ -136,11 +135,6 @@ def describe_rules(rules: Rules) -> list[str]:
     if fewer:
         lines.append(f"Fewer drafted tokens are faster on some slices: {', '.join(fewer)}.")
     return lines
-
-
-def write_rules(path: Path, rules: Rules) -> None:
-    """Write the rules atomically."""
-    write_json(path, asdict(rules))
 
 
 def read_rules(path: str | Path) -> Rules:

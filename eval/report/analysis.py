@@ -116,7 +116,9 @@ def _context_figures(view: View) -> tuple[Figure, ...]:
         return ()
     for system in view.systems:
         groups = {group.name: group for group in system.drafter.overall.contexts or ()}
-        taus, spreads = zip(*(_group_tau(groups.get(name, Group(name))) for name in names), strict=True)
+        found = [groups.get(name, Group(name)) for name in names]
+        taus = tuple(g.tau_simulated if g.tau is None else g.tau for g in found)
+        spreads = tuple(g.interval_simulated if g.tau is None else g.interval for g in found)
         lines.append(Series(system.label, system.index, taus, spreads=spreads))
     pairs = [pair for line in lines for pair in zip(line.values, line.spreads, strict=True)]
     tops = [end for tau, spread in pairs for end in (tau, *(spread or ())) if end is not None]
@@ -158,11 +160,6 @@ def _group_cells(group: Group) -> tuple[str, str, str, str]:
     decoded = between(number(group.tau), group.interval, number)
     simulated = between(number(group.tau_simulated), group.interval_simulated, number)
     return whole(group.rounds), decoded, number(group.rounds_simulated, 0), simulated
-
-
-def _group_tau(group: Group) -> tuple[float | None, tuple[float, float] | None]:
-    decoded = group.tau is not None
-    return (group.tau, group.interval) if decoded else (group.tau_simulated, group.interval_simulated)
 
 
 def _alpha_table(view: View, columns: tuple[str, ...]) -> Table:
@@ -277,7 +274,11 @@ def time_split(view: View) -> Section:
     high = max((sum(_parts(split)) for *_, split in timed if split), default=0.0)
     panels = []
     for system in view.systems:
-        bars = [(name, [_stack(split)]) for name, s, split in timed if s is system and split]
+        bars = [
+            (name, [Bar(tuple((part, f"part{i}", getattr(split, part) or 0.0) for i, part in enumerate(PARTS)))])
+            for name, s, split in timed
+            if s is system and split
+        ]
         if bars:
             panels.append(bars_panel(system.label, bars, show=significant, high=high))
     legend = tuple((part_swatch(i), part) for i, part in enumerate(PARTS))
@@ -290,10 +291,6 @@ def time_split(view: View) -> Section:
 
 def _parts(split: MsPerRound) -> tuple[float, ...]:
     return tuple(getattr(split, part) or 0.0 for part in PARTS)
-
-
-def _stack(split: MsPerRound) -> Bar:
-    return Bar(tuple((part, f"part{i}", ms) for i, (part, ms) in enumerate(zip(PARTS, _parts(split), strict=True))))
 
 
 def _time_cells(m: Measures) -> list[str] | None:

@@ -1,9 +1,7 @@
-"""Print a comparison of two results: for the terminal, as Markdown, and as JSON. Pure."""
+"""Print a comparison of two results: for the terminal, and as Markdown; its fields are its JSON. Pure."""
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -39,8 +37,11 @@ def comparison_text(comparison: Comparison) -> Group:
         for name in COLUMNS:
             number = name in COLUMNS[2:6]
             table.add_column(name, justify="right" if number else "left", no_wrap=number, overflow="fold")
-        for d in filter(lambda d: _is_brief(d, one), one.differences):
-            table.add_row(*map(terminal_cell, _cells(d)), style=_STYLES.get(d.verdict or ""))
+        tau = "tau" if any(d.metric == "tau" for d in one.differences) else "tau_simulated"
+        brief = (tau, f"k_sweep[{min(one.k)}]", "speedup")
+        for d in one.differences:
+            if d.slice == page_model.OVERALL or d.metric in brief or d.verdict in _STYLES:
+                table.add_row(*map(terminal_cell, _cells(d)), style=_STYLES.get(d.verdict or ""))
         parts.append(table)
     return Group(*parts, Text(_summary(comparison)))
 
@@ -56,11 +57,6 @@ def comparison_markdown(comparison: Comparison) -> str:
     return "\n".join([*lines, "", _summary(comparison), ""])
 
 
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the whole comparison as JSON, in the units of result.json."""
-    return asdict(comparison)
-
-
 def _sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
     return zip(("old", "new"), (comparison.old, comparison.new), comparison.sides, strict=True)
 
@@ -68,14 +64,6 @@ def _sides(comparison: Comparison) -> Iterator[tuple[str, str, str]]:
 def _title(one: DrafterComparison) -> str:
     old, new = one.k
     return f"{one.name}, K = {old}" if old == new else f"{one.name}, K = {old} -> {new}"
-
-
-def _is_brief(d: Difference, one: DrafterComparison) -> bool:
-    """Whether a terminal shows a difference."""
-    tau = "tau" if any(d.metric == "tau" for d in one.differences) else "tau_simulated"
-    return (
-        d.slice == page_model.OVERALL or d.metric in (tau, f"k_sweep[{min(one.k)}]", "speedup") or d.verdict in _STYLES
-    )
 
 
 def _cells(d: Difference) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ Pure; see eval/report/page_model.py for the values and eval/report/report.py for
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 
 from draftsmith.eval.report.cells import number, percent, significant, whole
 from draftsmith.eval.report.page_model import OVERALL, Row, Section, Table, View
@@ -33,7 +32,14 @@ def evidence(view: View) -> str:
         where = f"{dtype}, as measured," if dtype == measured else f"{dtype} (not in {measured}, as measured),"
         text = f"{count_equal(checked, equal, where, whose)}, token for token"
         gaps = [d.logit_gap for one in checked_of.values() for d in one.first_divergences if d.logit_gap is not None]
-        sentences.append(f"{text}." if not gaps else f"{text}; {_widest(dtype, gaps)}")
+        if gaps:
+            gap = max(map(abs, gaps))
+            text += (
+                f"; where they part, the target's logits of the two tokens differ by at most {significant(gap)}, so that its own "
+                f"token was {_odds(gap)} times as likely"
+            )
+        step = logit_step(dtype) if gaps else 0.0
+        sentences.append(f"{text}." + (f" {dtype} rounds a logit of {_LOGIT} to steps of {step:.3g}." if step else ""))
     return " ".join(sentences)
 
 
@@ -46,16 +52,6 @@ def count_equal(checked: int, equal: int, where: str, whose: str) -> str:
 def whose_texts(m: Measures) -> str:
     """Say which texts a drafter's must equal."""
     return "the target's own" if m.agreement is None else "those of the tuned target alone"
-
-
-def _widest(dtype: str, gaps: Sequence[float]) -> str:
-    gap = max(map(abs, gaps))
-    text = (
-        f"where they part, the target's logits of the two tokens differ by at most {significant(gap)}, so that its own token was "
-        f"{_odds(gap)} times as likely."
-    )
-    step = logit_step(dtype)
-    return f"{text} {dtype} rounds a logit of {_LOGIT} to steps of {step:.3g}." if step else text
 
 
 def logit_step(dtype: str) -> float:

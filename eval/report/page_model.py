@@ -7,12 +7,12 @@ Pure: nothing here reads a clock, a file or the machine.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from draftsmith.eval.gate.gate import OVERALL
+from draftsmith.errors import UserError
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report.cells import off
 from draftsmith.eval.report.plots import swatch
 from draftsmith.eval.results.intervals import FEWEST_PROMPTS
-from draftsmith.eval.results.result import DrafterResult, Measures, Piece, Result
+from draftsmith.eval.results.result import OVERALL, DrafterResult, Measures, Piece, Result
 from draftsmith.eval.training.history import History
 
 
@@ -25,10 +25,6 @@ class System:
     name: str
     drafter: DrafterResult
     result_index: int
-
-    def at(self, slice_name: str) -> Measures | None:
-        """Return the measures of a slice (or OVERALL), None where this system has none."""
-        return self.drafter.overall if slice_name == OVERALL else self.drafter.slices.get(slice_name)
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ class View:
 
     def measured(self, slice_name: str) -> list[tuple[System, Measures]]:
         """Return the systems that have a slice, with their measures there."""
-        return [(system, m) for system in self.systems if (m := system.at(slice_name)) is not None]
+        return [(system, m) for system in self.systems if (m := system.drafter.at(slice_name)) is not None]
 
     def rows(self, cells: Callable[[Measures], Sequence[str] | None]) -> tuple[Row, ...]:
         """Return a row per slice and system: these two, then the cells of its measures; none where these are None."""
@@ -135,7 +131,9 @@ class View:
 
 
 def view_of(results: Sequence[Result], decision: Decision | None = None, history: History | None = None) -> View:
-    """Label every drafter of every result by what distinguishes them."""
+    """Label every drafter of every result by what distinguishes them. Raises UserError for no result."""
+    if not results:
+        raise UserError("A report needs at least one result.json; run the evaluation first.")
     labels = setting_labels(results)
     pairs = [(i, label, name) for i, label in enumerate(labels) for name in results[i].drafters]
     systems = tuple(
@@ -148,7 +146,12 @@ def view_of(results: Sequence[Result], decision: Decision | None = None, history
 
 def setting_labels(results: Sequence[Result]) -> list[str]:
     """Return one short label per result: its temperature and, as far as needed, what else distinguishes it."""
-    traits = [_traits(result) for result in results]
+    traits = []
+    for result in results:
+        s = result.settings
+        sampling = [f"T={s.temperature:g}", *(f"{name} {off(value)}" for name, value in s.filters.items())]
+        run = [f"K={s.num_speculative_tokens}", s.dtype, f"batch {s.batch}", result.target.path, f"seed {s.seed}"]
+        traits.append([*sampling, *run, (result.commit or "no commit")[:9], result.date])
     kept = [0]
     for i in range(1, len(traits[0]) if traits else 0):
         known = len({tuple(trait[j] for j in kept) for trait in traits})
@@ -156,14 +159,6 @@ def setting_labels(results: Sequence[Result]) -> list[str]:
             kept.append(i)
     labels = [", ".join(trait[i] for i in kept) for trait in traits]
     return [label if labels.count(label) == 1 else f"{label}, result {i + 1}" for i, label in enumerate(labels)]
-
-
-def _traits(result: Result) -> list[str]:
-    s = result.settings
-    probs = [f"T={s.temperature:g}", *(f"{name} {off(value)}" for name, value in s.filters.items())]
-    sampling = [*probs, f"K={s.num_speculative_tokens}"]
-    run = [s.dtype, f"batch {s.batch}", result.target.path, f"seed {s.seed}"]
-    return [*sampling, *run, (result.commit or "no commit")[:9], result.date]
 
 
 def best_k(m: Measures) -> int | None:

@@ -65,7 +65,9 @@ def line_panel(
     parts = [_text(left, 16, title, "title")]
     for tick in ticks:
         parts.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{_n(y(tick))}" y2="{_n(y(tick))}"/>')
-        parts.append(_text(left - 6, y(tick) + 4, _brief(show(tick)), "tick", "end"))
+        # Without idle zeros: 1.50× becomes 1.5×.
+        label = re.sub(r"(\.\d*?)0+(?!\d)", r"\1", show(tick)).replace(".×", "×").rstrip(".")
+        parts.append(_text(left - 6, y(tick) + 4, label, "tick", "end"))
     most = 6 if max(map(len, x_labels), default=0) > 2 else 16
     every = -(-len(x_labels) // most) or 1
     for i in range((len(x_labels) - 1) % every, len(x_labels), every):
@@ -122,7 +124,8 @@ def bars_panel(
 
     parts, y, alternative = [_text(0, 16, title, "title")], float(top), []
     for name, bars in groups:
-        parts.append(_text(left - 8, y + bar * len(bars) / 2 + 4, _short(name, 13), "label", "end", tooltip=name))
+        short = name if len(name) <= 13 else f"{name[:6]}…{name[-6:]}"  # names often differ in their ends
+        parts.append(_text(left - 8, y + bar * len(bars) / 2 + 4, short, "label", "end", tooltip=name))
         for one in bars:
             parts += _bar(name, one, x, y, bar, show)
             spoken = ", ".join(f"{part}: {_spoken(value, show)}" for part, _, value in one.parts)
@@ -193,19 +196,8 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str = "start", toolt
     return f'<text class="{kind}" x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}">{_escape(text)}{title}</text>'
 
 
-def _short(text: str, length: int) -> str:
-    """Cut the middle out: names often differ in their ends."""
-    keep = (length - 1) // 2
-    return text if len(text) <= length else f"{text[: length - 1 - keep]}…{text[-keep:]}"
-
-
 def _spoken(value: float | None, show: Callable[[float], str]) -> str:
     return "not measured" if value is None else show(value)
-
-
-def _brief(text: str) -> str:
-    """A tick's label without idle zeros: 1.50× becomes 1.5×."""
-    return re.sub(r"(\.\d*?)0+(?!\d)", r"\1", text).replace(".×", "×").rstrip(".")
 
 
 def _n(value: float) -> str:

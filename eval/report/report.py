@@ -19,13 +19,13 @@ from markupsafe import Markup
 from rich.table import Table as TerminalTable
 from rich.text import Text
 
-from draftsmith.errors import UserError, one_line, printable
+from draftsmith.errors import one_line, printable
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report import analysis, appendix, losslessness, served, summary
 from draftsmith.eval.report import decision as decisions
 from draftsmith.eval.report.cells import number, significant, times
-from draftsmith.eval.report.page_model import OVERALL, Sample, Table, View, view_of
-from draftsmith.eval.results.result import Piece, Result
+from draftsmith.eval.report.page_model import OVERALL, Sample, Table, tau_of, view_of
+from draftsmith.eval.results.result import Measures, Piece, Result
 from draftsmith.eval.training.history import History
 from draftsmith.storage import write_text
 
@@ -79,15 +79,19 @@ HEADLINE_COLUMNS = ("drafter", "slice", "tau", "tau simulated", "speedup", "tok/
 
 def headline_rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     """Return the cells of the closing table, HEADLINE_COLUMNS per row; each system ends with its `overall` row."""
-    view = _view(results)
+    view = view_of(results)
     rows: list[tuple[str, ...]] = []
     for system in view.systems:
         for name in (*view.slices[1:], OVERALL):
-            m = system.at(name)
+            m = system.drafter.at(name)
             if m is not None:
-                speed = (times(m.speedup), significant(m.decode_tok_s), significant(m.baseline_tok_s))
-                rows.append((system.label, name, number(m.tau), number(m.tau_simulated), *speed))
+                rows.append((system.label, name, *_figures(m)))
     return rows
+
+
+def _figures(m: Measures) -> tuple[str, ...]:
+    speed = (times(m.speedup), significant(m.decode_tok_s), significant(m.baseline_tok_s))
+    return (number(m.tau), number(m.tau_simulated), *speed)
 
 
 def headline_table(results: Sequence[Result]) -> TerminalTable:
@@ -98,27 +102,15 @@ def headline_table(results: Sequence[Result]) -> TerminalTable:
     for name in HEADLINE_COLUMNS[2:-1]:
         table.add_column(name, justify="right", no_wrap=True)  # names take more lines before figures are cut
     table.add_column("tau from slice to slice", min_width=12)  # two lines at 80 columns
-    by_system: dict[str, dict[str, tuple[str, ...]]] = {}
-    for label, slice_name, *figures in headline_rows(results):
-        by_system.setdefault(label, {})[slice_name] = tuple(figures)
-    for label, rows in by_system.items():
-        overall = rows.pop(OVERALL)
-        # Decoded, else simulated.
-        cells = {name: next((cell for cell in both[:2] if cell[:1].isdigit()), None) for name, both in rows.items()}
-        taus = sorted((float(cell.replace(",", "")), name) for name, cell in cells.items() if cell)
+    for system in view_of(results).systems:
+        taus = sorted((tau, name) for name, m in system.drafter.slices.items() if (tau := tau_of(m)) is not None)
         spread = " to ".join(f"{tau:.2f} {name}" for tau, name in (taus[0], taus[-1])) if len(taus) > 1 else ""
-        table.add_row(*map(terminal_cell, (label, *overall[:-1], spread)))
+        table.add_row(*map(terminal_cell, (system.label, *_figures(system.drafter.overall)[:-1], spread)))
     return table
 
 
-def _view(results: Sequence[Result], decision: Decision | None = None, history: History | None = None) -> View:
-    if not results:
-        raise UserError("A report needs at least one result.json; run the evaluation first.")
-    return view_of(results, decision, history)
-
-
 def _render(template: str, results: Sequence[Result], decision: Decision | None, history: History | None) -> str:
-    view = _view(results, decision, history)
+    view = view_of(results, decision, history)
     targets = dict.fromkeys(Path(result.target.path).name or result.target.path for result in results)
     # Of servers alone there is nothing else to say.
     sections = [make(view) for make in (_SECTIONS if view.systems else (served.section, appendix.method))]
@@ -134,9 +126,13 @@ def _render(template: str, results: Sequence[Result], decision: Decision | None,
         keep_trailing_newline=True,
     )
     script, *_ = loader.get_source(environment, "report.js")
+    first = view.results[0]
+    machine = f"{first.hardware.gpu or first.hardware.cpu}, {first.hardware.cores} cores"
+    decoded = f"K = {first.settings.num_speculative_tokens} · {first.settings.dtype} · {machine}"
+    subtitle = (", ".join(view.labels), decoded if view.systems else f"asked from {machine}", first.date[:10])
     context: dict[str, Any] = {
         "title": ", ".join(targets),
-        "subtitle": _subtitle(view),
+        "subtitle": " · ".join(subtitle),
         "banner": decisions.banner(view),
         "evidence": losslessness.evidence(view),
         "sections": [section for section in sections if not section.empty],
@@ -153,15 +149,6 @@ def _render(template: str, results: Sequence[Result], decision: Decision | None,
         "describe_round": describe_round,
     }
     return environment.get_template(template).render(**context)
-
-
-def _subtitle(view: View) -> str:
-    first = view.results[0]
-    machine = f"{first.hardware.gpu or first.hardware.cpu}, {first.hardware.cores} cores"
-    settings = ", ".join(view.labels)
-    if not view.systems:
-        return f"{settings} · asked from {machine} · {first.date[:10]}"
-    return f"{settings} · K = {first.settings.num_speculative_tokens} · {first.settings.dtype} · {machine} · {first.date[:10]}"
 
 
 def terminal_cell(text: str) -> Text:

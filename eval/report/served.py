@@ -9,7 +9,7 @@ from dataclasses import replace
 from draftsmith.eval.report.cells import DASH, between, milliseconds, number, significant, times
 from draftsmith.eval.report.page_model import Row, Section, Table, View
 from draftsmith.eval.results.intervals import Percentiles
-from draftsmith.eval.results.served import Served, ServedAcceptance, ServedSide
+from draftsmith.eval.results.served import Served, ServedSide
 
 _SPEED = ("τ", "speedup", "predicted", "tok/s together", "of a request, p50 / p95", "TTFT p50 / p95")
 _MORE = ("latency p50 / p95", "wait per chunk p50 / p95", "answered", "of")
@@ -22,20 +22,17 @@ def section(view: View) -> Section:
     for i, result in enumerate(view.results):
         if (served := result.served) is None:
             continue
-        about = about or _about(served)
+        often = f", {served.repeats} times each," * (served.repeats > 1)
+        about = about or (
+            f"{served.prompts} prompts{often} at every concurrency, temperature {served.temperature:g}, at most "
+            f"{served.max_tokens} tokens; the servers took turns in short blocks. Speedup: seconds per token after the first, against the "
+            "first server on the same prompts, with the 95% interval over prompts. Predicted: from the costs at that concurrency and the τ "
+            "that is named. tok/s: of all requests together, and of one after its first token, where p95 is a slow one. TTFT is until the "
+            "first text of an answer, over the network; prompts are read anew."
+        )
         tables += [replace(table, caption=table.caption + view.where(i)) for table in tables_of(served)]
         notes += notes_of(served)
     return Section("served", "On running servers", about, tables=tuple(tables), notes=tuple(notes))
-
-
-def _about(served: Served) -> str:
-    often = f", {served.repeats} times each," * (served.repeats > 1)
-    return (
-        f"{served.prompts} prompts{often} at every concurrency, temperature {served.temperature:g}, at most "
-        f"{served.max_tokens} tokens; the servers took turns in short blocks. Speedup: seconds per token after the first, against the first "
-        "server on the same prompts, with the 95% interval over prompts. Predicted: from the costs at that concurrency and the τ that is named. "
-        "tok/s: of all requests together, and of one after its first token, where p95 is a slow one. TTFT is until the first text of an answer, over the network; prompts are read anew."
-    )
 
 
 def headline(served: Served) -> tuple[float, str] | None:
@@ -60,7 +57,10 @@ def tables_of(served: Served) -> list[Table]:
             speed.append(Row((*heads, *_speed(side)), side.speedup is not None))
             waits = (_both(side.latency_s), _both(side.wait_s), str(side.answered), str(side.asked))
             more.append(Row((*heads, *waits)))
-            accepted += [Row((*heads, *_accepted(a)))] if (a := side.acceptance) else []
+            if a := side.acceptance:
+                places = DASH if a.acceptance_at is None else " ".join(f"{share:.2f}" for share in a.acceptance_at)
+                counts = (between(number(a.tau), a.tau_interval, number), number(a.drafted), f"{a.rounds:,.0f}")
+                accepted.append(Row((*heads, *counts, places, "its answers" if a.by_answers else "/metrics")))
     heads, records = ("concurrency", "server"), "What the servers accepted, by their own records"
     return [
         Table("Speed", (*heads, *_SPEED), tuple(speed), 2),
@@ -80,12 +80,6 @@ def _speed(side: ServedSide) -> tuple[str, ...]:
 
 def _both(one: Percentiles | None) -> str:
     return f"{milliseconds(one.p50)} / {milliseconds(one.p95)}" if one else DASH
-
-
-def _accepted(a: ServedAcceptance) -> tuple[str, ...]:
-    places = DASH if a.acceptance_at is None else " ".join(f"{share:.2f}" for share in a.acceptance_at)
-    told = "its answers" if a.by_answers else "/metrics"
-    return (between(number(a.tau), a.tau_interval, number), number(a.drafted), f"{a.rounds:,.0f}", places, told)
 
 
 def notes_of(served: Served) -> list[str]:

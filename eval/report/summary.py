@@ -30,7 +30,9 @@ def describe(system: System, planned: bool = False) -> str:
     text, best = "; ".join(parts) + ".", best_k(m)
     length = f" By the measured costs, K = {best} is the best draft length over all slices."
     more = "" if best is None or planned else length
-    return text[0].upper() + text[1:] + _change(m) + _equality(m) + _loops(system) + more
+    loops, name = max(((m.looping or 0.0, name) for name, m in system.drafter.slices.items()), default=(0.0, ""))
+    beware = f" Beware: {percent(loops, 0)} of the {name} answers run in loops, which flatters the numbers there."
+    return text[0].upper() + text[1:] + _change(m) + _equality(m) + (beware if loops >= 0.1 else "") + more
 
 
 def _range_over_slices(system: System) -> str:
@@ -61,13 +63,6 @@ def _equality(m: Measures) -> str:
     checked, equal = m.lossless.checked, m.lossless.equal
     ending = ", token for token" if equal == checked else "; the others are listed below"
     return f" {count_equal(checked, equal, m.lossless.dtype, whose_texts(m))}{ending}."
-
-
-def _loops(system: System) -> str:
-    worst = max(((m.looping or 0.0, name) for name, m in system.drafter.slices.items()), default=(0.0, ""))
-    if worst[0] < 0.1:
-        return ""
-    return f" Beware: {percent(worst[0], 0)} of the {worst[1]} answers run in loops, which flatters the numbers there."
 
 
 def headline(view: View) -> Section:

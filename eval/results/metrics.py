@@ -111,3 +111,9 @@ METRICS = (
     ),
 )
 """In the order of messages and tables. differing, differing_timed: greedy answers other than the target's."""
+
+
+def taus_by_k(m: Measures) -> dict[int, float]:
+    """Return the simulated tau of every draft length."""
+    points = m.k_sweep or ()
+    return {p.num_speculative_tokens: p.tau_simulated for p in points if p.tau_simulated is not None}

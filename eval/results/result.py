@@ -21,6 +21,8 @@ from draftsmith.machine import Clocks
 from draftsmith.machine import Hardware as Hardware
 from draftsmith.storage import write_json
 
+OVERALL = "overall"
+"""The name of all slices together, which no slice may have."""
 WARNING = "warning"
 """How the names of those facts begin that make a result doubtful: shown at the top of the report too."""
 
@@ -199,6 +201,10 @@ class DrafterResult:
     draft: DraftInfo | None = None
     prompts: dict[str, PromptSums] = field(default_factory=dict)
 
+    def at(self, slice_name: str) -> Measures | None:
+        """Return the measures of a slice, or of all (OVERALL); None where there are none."""
+        return self.overall if slice_name == OVERALL else self.slices.get(slice_name)
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -281,12 +287,8 @@ class Settings:
     @property
     def filters(self) -> dict[str, float | None]:
         """The filters of the target's distribution besides the temperature, by the name a report gives them."""
-        return {
-            "top-k": self.top_k,
-            "top-p": self.top_p,
-            "min-p": self.min_p,
-            "repetition penalty": self.repetition_penalty,
-        }
+        cut = {"top-k": self.top_k, "top-p": self.top_p, "min-p": self.min_p}
+        return {**cut, "repetition penalty": self.repetition_penalty}
 
 
 @dataclass(frozen=True)
@@ -360,11 +362,11 @@ def from_json(value: Any, source: str = "result.json") -> Result:
         value = {**value, "served": None, "schema_version": 14}
     result = read_current(Result, value, source, again)
     for name, drafter in result.drafters.items():
-        if "overall" in drafter.slices:
+        if OVERALL in drafter.slices:
             raise UserError(
-                f"{source}: 'drafters.{name}.slices' has a slice named overall; that name is kept for the sum of all."
+                f"{source}: 'drafters.{name}.slices' has a slice named {OVERALL}; that name is kept for the sum of all."
             )
-        for place, measures in {"overall": drafter.overall, **drafter.slices}.items():
+        for place, measures in {OVERALL: drafter.overall, **drafter.slices}.items():
             check_figures(measures, f"{source}: 'drafters.{name}' says of {place} that")
     return result
 

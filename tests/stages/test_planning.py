@@ -2,7 +2,7 @@
 
 import json
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from shutil import copytree
@@ -17,11 +17,12 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.clocks.cost_table import CostPoint, CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.clocks.costs import measure_table
 from draftsmith.eval.planner.plan import RoundCost
-from draftsmith.eval.planner.routing import read_rules, route, write_rules
+from draftsmith.eval.planner.routing import read_rules, route
 from draftsmith.eval.results.result import DrafterResult, Result, read_result, write_result
 from draftsmith.eval.simulate.answers import answer_alone
 from draftsmith.foreign.records import Journal
 from draftsmith.machine import hardware
+from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 from tests.models import tiny_model
 from tests.workplace import make_workplace, options, save_untrained
@@ -332,11 +333,12 @@ def test_an_export_starts_engines_with_the_planned_draft_length(
     assert main(["export", *words]) == 0
     readme = evaluated.parent / "export" / "eagle3" / "README.md"
     assert "num_speculative_tokens: 3, the number in the lines below\n" in readme.read_text()
-    write_rules(evaluated / "routing.json", replace(rules, num_speculative_tokens=2, by_batch=((1, 1, 2), (2, 4, 0))))
+    lowered = replace(rules, num_speculative_tokens=2, by_batch=((1, 1, 2), (2, 4, 0)))
+    write_json(evaluated / "routing.json", asdict(lowered))
     try:
         assert main(["export", *words, "--redo", "export"]) == 0
     finally:
-        write_rules(evaluated / "routing.json", rules)
+        write_json(evaluated / "routing.json", asdict(rules))
     text = readme.read_text()
     assert (
         "num_speculative_tokens: 2, the number in the lines below; by the evaluation of this head the fastest are 2 at "

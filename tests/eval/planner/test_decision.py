@@ -3,7 +3,7 @@
 import json
 import re
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +21,13 @@ from draftsmith.eval.planner.decision import (
     make_decision,
     write_settings,
 )
-from draftsmith.eval.planner.routing import describe_rules, read_rules, route, write_rules
+from draftsmith.eval.planner.routing import describe_rules, read_rules, route
 from draftsmith.eval.planner.verdict import Action
 from draftsmith.eval.report.report import render_markdown
 from draftsmith.eval.results.result import DrafterResult, Measures, Result
 from draftsmith.heads.formats.engines import ENGINES, Again, one_gpu
 from draftsmith.heads.formats.layout import layouts
+from draftsmith.storage import write_json
 from tests.eval.planner.plans import measures, result, table
 
 
@@ -243,7 +244,7 @@ def test_the_verdict_and_the_rules_name_the_tree(tmp_path: Path) -> None:
     rows = decision_json(decision)["draft_lengths"]
     assert [row["drafted_tokens"] for row in rows if row["drafter"] == NAME] == [2, 4, 7]
     path = tmp_path / "routing.json"
-    write_rules(path, rules)
+    write_json(path, asdict(rules))
     assert read_rules(path) == rules
 
 

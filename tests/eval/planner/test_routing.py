@@ -1,13 +1,14 @@
 """Rules applied to requests, and what is refused."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.planner.plan import by_batch
-from draftsmith.eval.planner.routing import Rules, describe_rules, make_rules, read_rules, route, write_rules
+from draftsmith.eval.planner.routing import Rules, describe_rules, make_rules, read_rules, route
+from draftsmith.storage import write_json
 from tests.eval.planner.plans import plan, result
 
 RULES = Rules("eagle3", 5, ((1, 4, 5), (5, 16, 3), (17, 64, 0)), 0.7, 6, {"chat": 5, "code": 4, "rag": 0})
@@ -82,7 +83,7 @@ def test_words_say_what_the_rules_say() -> None:
 
 def test_rules_come_back_from_their_file(tmp_path: Path) -> None:
     path = tmp_path / "routing.json"
-    write_rules(path, RULES)
+    write_json(path, asdict(RULES))
     assert read_rules(path) == RULES
     path.write_text(path.read_text().replace('"rag": 0', '"rag": -1'))
     with pytest.raises(UserError, match="negative number of drafted tokens"):

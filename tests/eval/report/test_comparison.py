@@ -2,12 +2,12 @@
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from rich.console import Console
 
 from draftsmith.eval.gate.compare import Comparison, compare_results
-from draftsmith.eval.report.comparison import comparison_json, comparison_markdown, comparison_text
+from draftsmith.eval.report.comparison import comparison_markdown, comparison_text
 from tests.eval.gate.test_compare import decoded, drafting
 
 
@@ -54,7 +54,7 @@ def test_files_hold_everything() -> None:
     rows = [line for line in comparison_markdown(found).splitlines() if line.startswith("| ")]
     assert len(rows) == 2 + len(found.drafters[0].differences)
     assert "| code | TTFT ms | 20.0 | 20.0 | +0.0 | – |  |" in rows
-    kept = json.loads(json.dumps(comparison_json(found), allow_nan=False))
+    kept = json.loads(json.dumps(asdict(found), allow_nan=False))
     assert kept["drafters"][0]["differences"][0]["metric"] == "tau"
     assert len(kept["drafters"][0]["differences"]) == len(found.drafters[0].differences)
 

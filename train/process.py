@@ -156,7 +156,10 @@ def world() -> World:
                     f"{name} is {value} in the environment, but WORLD_SIZE {said}: launchers set both; unset {name}."
                 )
         return World()
-    where = {"MASTER_ADDR": os.environ.get("MASTER_ADDR"), "MASTER_PORT": _port()}
+    port = _number("MASTER_PORT")
+    if port is not None and not 0 < port < 2**16:
+        raise UserError(f"MASTER_PORT is {port} in the environment: a port is a number from 1 to 65535.")
+    where = {"MASTER_ADDR": os.environ.get("MASTER_ADDR"), "MASTER_PORT": port}
     for name, said_of in ({"RANK": rank, "LOCAL_RANK": local} | where).items():
         if said_of in (None, ""):
             raise UserError(
@@ -184,13 +187,6 @@ def _number(name: str) -> int | None:
             "`accelerate launch`, which set it."
         )
     return int(text)
-
-
-def _port() -> int | None:
-    port = _number("MASTER_PORT")
-    if port is not None and not 0 < port < 2**16:
-        raise UserError(f"MASTER_PORT is {port} in the environment: a port is a number from 1 to 65535.")
-    return port
 
 
 def check_started() -> None:

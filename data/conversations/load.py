@@ -83,7 +83,12 @@ def _unique(rows: Iterator[_Row], slice: str | None) -> list[Conversation]:
     places: dict[str, str] = {}
     conversations = []
     for row in rows:
-        messages, tools = _read_row(row)
+        if not isinstance(row.value, Mapping):
+            raise UserError(f"{row.place}: a row is a JSON object, but this is {kind_of(row.value)}: {_MEND}.")
+        try:
+            messages, tools = row_messages(row.value), row_tools(row.value)
+        except ValueError as error:
+            raise UserError(f"{row.place}: {error}.") from error
         given, own_slice = _word(row, "id"), _word(row, "slice")
         if given is None:
             made = f"{row.stem}-{row.number}"
@@ -108,16 +113,6 @@ def _word(row: _Row, key: str) -> str | None:
     if isinstance(value, list | dict):
         raise UserError(f"{row.place}: {key} is {kind_of(value)}: write a name or a number.")
     return None if value in (None, "") else str(value)
-
-
-def _read_row(row: _Row) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...] | None]:
-    """Return the messages and tools of a row. Raises UserError that names its place."""
-    if not isinstance(row.value, Mapping):
-        raise UserError(f"{row.place}: a row is a JSON object, but this is {kind_of(row.value)}: {_MEND}.")
-    try:
-        return row_messages(row.value), row_tools(row.value)
-    except ValueError as error:
-        raise UserError(f"{row.place}: {error}.") from error
 
 
 def local_files(source: str) -> list[Path] | None:

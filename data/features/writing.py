@@ -105,7 +105,13 @@ def begin_store(path: Path, spec: StoreSpec, samples: Sequence[Tokenized]) -> No
     """
     if (path / INDEX_NAME).exists():
         index = read_index(path)
-        _check_same(path, index.spec, spec)
+        what = {"fingerprint": "target", "samples": "list of samples"}
+        for name, value in vars(spec).items():
+            if (old := getattr(index.spec, name)) != value:
+                raise UserError(
+                    f"The feature store {path} was made with another {what.get(name, name)} ({old}, now {value}): "
+                    "choose another folder, or delete that one to extract again."
+                )
         if not index.complete:
             cut_off(path, index)
     else:
@@ -213,14 +219,3 @@ def _checksums(rows: Rows, spec: StoreSpec) -> bytes:
     """Return the checksum of what every head reads of a sample, then that of each layer in order."""
     groups = [[rows[name] for name in COMMON], *([rows[f"aux.{k}"]] for k in spec.layer_ids)]
     return b"".join(checksum(group) for group in groups)
-
-
-def _check_same(path: Path, stored: StoreSpec, wanted: StoreSpec) -> None:
-    """Raise UserError naming the first field in which an existing store differs from the wanted one."""
-    what = {"fingerprint": "target", "samples": "list of samples"}
-    for name, value in vars(wanted).items():
-        if (old := getattr(stored, name)) != value:
-            raise UserError(
-                f"The feature store {path} was made with another {what.get(name, name)} ({old}, now {value}): "
-                "choose another folder, or delete that one to extract again."
-            )

@@ -14,8 +14,7 @@ from draftsmith.cli.commands import COMMANDS
 from draftsmith.cli.ledger import read_measures
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table
-from draftsmith.eval.engines.comparison import make_level, predictor
-from draftsmith.eval.engines.injection import rates_for, start_lines
+from draftsmith.eval.engines.comparison import make_level, predictor, rates_for, start_lines
 from draftsmith.eval.engines.load import Chat, ChatServer, Limits, take_turns
 from draftsmith.eval.report.report import REPORT_MARKS, terminal_cell, write_report
 from draftsmith.eval.report.served import notes_of, tables_of

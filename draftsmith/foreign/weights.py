@@ -8,7 +8,6 @@ value; name, shape, type and offset of every tensor; the tensors, aligned
 import math
 import os
 import struct
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -73,17 +72,12 @@ def read_index(index: Path, remedy: str, *, partly: bool = False) -> dict[str, s
     listed = read_object(index, remedy).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise UserError(f"{index} is no index of weight files (it has no weight_map): {remedy}.")
-    check_file_names(index, listed.values(), remedy, partly=partly)
-    return listed
-
-
-def check_file_names(index: Path, names: Iterable[Any], remedy: str, *, partly: bool = False) -> None:
-    """Raise UserError where `index` names what is no file in its own folder; `partly`: files may be missing there."""
-    for name in sorted(set(map(str, names))):
+    for name in sorted(set(map(str, listed.values()))):
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
             raise UserError(f"{index} names the file {name[:80]!r}, which is not in its folder: {remedy}.")
         if not (partly or (index.parent / name).is_file()):
             raise UserError(f"The file {index.parent / name}, which {index.name} names, is missing: {remedy}.")
+    return listed
 
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)

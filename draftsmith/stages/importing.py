@@ -51,7 +51,9 @@ def import_layer(session: Session, folder: Path | None = None) -> Path:
         heads["before_norm"] = load_native(target.directory, target, "before_norm")
     except UserError as error:
         say(f"import: states behind the final norm alone are measured ({error})")
-    samples = _some(samples_at_hand(session, _CONVERSATIONS))
+    samples = samples_at_hand(session, _CONVERSATIONS)
+    before = accumulate((len(sample.ids) for sample in samples), initial=0)
+    samples = [sample for sample, tokens in zip(samples, before, strict=False) if tokens < _ROWS]
     rights = {state: first_drafts(head, target, samples) for state, head in heads.items()}
     shares, rows = {state: float(right.double().mean()) for state, right in rights.items()}, len(rights["after_norm"])
     best = max(shares, key=lambda state: shares[state])  # the first of equals, which engines read
@@ -65,12 +67,6 @@ def import_layer(session: Session, folder: Path | None = None) -> Path:
     save_head(heads[best], folder, target)
     write_json(folder / IMPORTED, {"target": target.path, "target_state": best, "positions": rows, "agreement": shares})
     return folder
-
-
-def _some(samples: list[Tokenized]) -> list[Tokenized]:
-    """Return the first samples that make about `_ROWS` tokens."""
-    before = accumulate((len(sample.ids) for sample in samples), initial=0)
-    return [sample for sample, tokens in zip(samples, before, strict=False) if tokens < _ROWS]
 
 
 def is_unsettled(one: Tensor, other: Tensor) -> bool:

@@ -260,8 +260,15 @@ class RunDirectory:
                         raise UserError(
                             f"{one_line(path)} was not made by draftsmith, but --redo would remove it with {entry.name}: move it away."
                         )
-        if "features" in later:
-            self._check_room()
+        folder = self.path / "features"
+        if "features" in later and folder.is_dir():
+            # Earlier hidden states stay until new ones are there, which must fit beside them.
+            size, free = sum(path.stat().st_size for path in folder.glob("*")), shutil.disk_usage(self.path).free
+            if size > free:
+                raise UserError(
+                    f"{folder} holds {size / 2**30:,.1f} GiB, which stay until they are made again, but only {free / 2**30:,.1f} GiB are "
+                    f"free: free some space, choose another {self._key}, or remove {folder} yourself."
+                )
 
     def set_aside(self, redo: str) -> None:
         """Move a stage and all that are made here and follow from it into `.earlier` folders, where each stays until it is done again.
@@ -355,16 +362,6 @@ class RunDirectory:
             for one in (folder / EARLIER, folder):
                 if one != self.path and one.is_dir() and not any(one.iterdir()):
                     one.rmdir()
-
-    def _check_room(self) -> None:
-        """Raise UserError where new hidden states would not fit beside those that are there."""
-        folder = self.path / "features"
-        size = sum(path.stat().st_size for path in folder.glob("*")) if folder.is_dir() else 0
-        if size > (free := shutil.disk_usage(self.path).free):
-            raise UserError(
-                f"{folder} holds {size / 2**30:,.1f} GiB, which stay until they are made again, but only {free / 2**30:,.1f} GiB are "
-                f"free: free some space, choose another {self._key}, or remove {folder} yourself."
-            )
 
     def _release(self) -> None:
         if self._locked is not None:

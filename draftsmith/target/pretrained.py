@@ -299,7 +299,15 @@ def check_target(target: "Target") -> None:
             truth = model(input_ids=ids, output_hidden_states=True, use_cache=False)
         seen = target.forward(ids, layer_ids=every_layer)
     if not (bool(seen.last.isfinite().all()) and bool(truth.logits.isfinite().all())):
-        raise UserError(_why_not_finite(target))
+        for name, weight in target.model.named_parameters():
+            if not bool(weight.isfinite().all()):
+                raise UserError(
+                    f"The target {target.path} has NaN or infinity in its weights ({name}): fetch it again."
+                )
+        raise UserError(
+            f"The target {target.path} computes NaN or infinity in {target.dtype_name}, though its weights are finite: set "
+            "target.dtype to float32 or bfloat16."
+        )
     if not is_close(seen.last[0, :-1], seen.last[1, :-1], loose=True):
         raise UserError(
             f"The target {target.path} ({target.model_type}) lets later tokens change earlier ones, as an "
@@ -330,17 +338,6 @@ def _hooks_left_as_they_are(model: nn.Module) -> Iterator[None]:
         module._forward_hooks.clear()
         module._forward_hooks.update(hooks)
         vars(module).pop("_output_capturing_hooks_installed", None)
-
-
-def _why_not_finite(target: "Target") -> str:
-    """Return the sentence about a target whose states or logits are NaN or infinite."""
-    for name, weight in target.model.named_parameters():
-        if not bool(weight.isfinite().all()):
-            return f"The target {target.path} has NaN or infinity in its weights ({name}): fetch it again."
-    return (
-        f"The target {target.path} computes NaN or infinity in {target.dtype_name}, though its weights are finite: set "
-        "target.dtype to float32 or bfloat16."
-    )
 
 
 def probe_ids(target: "Target") -> Tensor:

@@ -142,7 +142,9 @@ def take_turns(
     with Bar(total=len(concurrencies) * repeats * len(chats) * len(servers), desc="served", unit="answer") as bar:
         for rows, tallies in found.items():
             before = [server.counted() for server in servers]
-            for number, block in enumerate(_blocks(chats, rows) * repeats):
+            blocks = max(1, len(chats) // (2 * rows))  # of about the same size, two rounds of `rows` or more
+            cut = [chats[len(chats) * i // blocks : len(chats) * (i + 1) // blocks] for i in range(blocks)]
+            for number, block in enumerate(cut * repeats):
                 for place in range(len(servers)):
                     turn = (place + number) % len(servers)
                     _ask(servers[turn], block, rows, limits.request, ends, tallies[turn])
@@ -151,12 +153,6 @@ def take_turns(
                 now = server.counted()
                 tally.counts = now.since(earlier) if now and earlier else None
     return found
-
-
-def _blocks(chats: Sequence[Chat], rows: int) -> list[Sequence[Chat]]:
-    """Cut the chats into blocks of about the same size, two rounds of `rows` or more."""
-    blocks = max(1, len(chats) // (2 * rows))
-    return [chats[len(chats) * i // blocks : len(chats) * (i + 1) // blocks] for i in range(blocks)]
 
 
 def _ask(server: ChatServer, chats: Sequence[Chat], rows: int, seconds: float, ends: float, tally: Tally) -> None:

@@ -98,17 +98,6 @@ class LossSpec:
         require(self.kind in LOSSES, "train.loss.kind", self.kind, f"choose one of {', '.join(LOSSES)}")
         if unknown := sorted(set(self.also) - set(LOSSES)):
             raise UserError(f"train.loss.also names {shown(unknown[0])}: choose among {', '.join(LOSSES)}.")
-        self._check_unused()
-        weights = self.depth_weights
-        require(weights is None or sum(weights) > 0, "train.loss.depth_weights", weights, "one number must be above 0")
-
-    def _refuse(self, key: str, needless: bool, why: str) -> None:
-        """Raise UserError where a field is not at its default, though `needless`."""
-        if needless and getattr(self, key) != getattr(type(self), key):
-            raise UserError(f"train.loss.{key} is {getattr(self, key)}, but {why}.")
-
-    def _check_unused(self) -> None:
-        """Raise UserError for a number that no loss of the recipe takes."""
         for key in {key: None for loss in LOSSES.values() for key in loss.parameters}:
             owners = [loss.name for loss in LOSSES.values() if key in loss.parameters]
             why = f"it belongs to {' and '.join(owners)}, and train.loss.kind is {self.kind}: leave it out"
@@ -117,6 +106,13 @@ class LossSpec:
         weighed = "train.loss.depth_weights name the weight of every step: leave one of them out"
         self._refuse("decay", self.depth_weights is not None, weighed)
         self._refuse("top_k", not self.top_k_weight, "train.loss.top_k_weight is 0: set that, or leave top_k out")
+        weights = self.depth_weights
+        require(weights is None or sum(weights) > 0, "train.loss.depth_weights", weights, "one number must be above 0")
+
+    def _refuse(self, key: str, needless: bool, why: str) -> None:
+        """Raise UserError where a field is not at its default, though `needless`."""
+        if needless and getattr(self, key) != getattr(type(self), key):
+            raise UserError(f"train.loss.{key} is {getattr(self, key)}, but {why}.")
 
     @property
     def dpace(self) -> bool:

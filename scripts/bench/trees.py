@@ -48,15 +48,6 @@ TRAINING = {
 }
 
 
-def recipe_words(target: str, conversations: Path, prompts: Path, folder: Path) -> list[str]:
-    """Return the words of the training: the tiny recipe of JetSpec, for another target."""
-    sources = json.dumps([str(path) for path in sorted(conversations.glob("*.jsonl"))])
-    paths = {"name": "trees", "output_dir": folder / "run", "data_dir": folder / "data", "target.path": target}
-    files = {"data.sources": sources, "evaluate.prompts": json.dumps([str(prompts)])}
-    words = (word for key, value in (paths | files | TRAINING).items() for word in (f"--{key}", str(value)))
-    return ["--recipe", "recipes/jetspec/tiny.yaml", *words]
-
-
 def told(tallies: Sequence[Tally]) -> dict[str, Any]:
     """Return tau and its interval over prompts."""
     pairs = [(tally.tokens, tally.rounds) for tally in tallies]
@@ -110,7 +101,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path)
     own = parser.parse_args(argv)
     torch.set_num_threads(1)
-    words = recipe_words(own.target, own.conversations, own.prompts, own.folder)
+    # The tiny recipe of JetSpec, for another target.
+    sources = json.dumps([str(path) for path in sorted(own.conversations.glob("*.jsonl"))])
+    keys = {
+        "name": "trees",
+        "output_dir": own.folder / "run",
+        "data_dir": own.folder / "data",
+        "target.path": own.target,
+    }
+    keys |= {"data.sources": sources, "evaluate.prompts": json.dumps([str(own.prompts)]), **TRAINING}
+    words = ["--recipe", "recipes/jetspec/tiny.yaml"]
+    words += [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     if own.head is None and (failed := draftsmith_main(["train", *words])):
         return failed
     session = Session(parse_recipe(words), head=own.head)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli.main import main
-from draftsmith.eval.engines.injection import rates_for
+from draftsmith.eval.engines.comparison import rates_for
 from draftsmith.eval.results.result import read_result, write_result
 from tests.eval.engines.fake_server import Engine, serving
 from tests.eval.planner.plans import result

@@ -7,7 +7,6 @@ target's part of the check for a trained head.
 
 import json
 import tempfile
-import time
 import traceback
 import warnings
 from collections import Counter
@@ -30,6 +29,7 @@ from draftsmith.decoder.answers import Decoded, Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Drafter, TargetAlone
 from draftsmith.decoder.drafters.known_acceptance import KnownAcceptance
+from draftsmith.decoder.loop import Stopwatch
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.clocks.costs import measure_table
 from draftsmith.eval.drafters.baselines import plain
@@ -301,7 +301,7 @@ def _profile(device: torch.device, job: Callable[[], object]) -> dict[str, Any]:
         return {}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         job()
-        _wait(device)
+        torch.cuda.synchronize(device)
     kernels = [event for event in profiler.key_averages() if event.device_type == torch.autograd.DeviceType.CUDA]
     rows = sorted(kernels, key=lambda event: -event.self_device_time_total)
     return {
@@ -313,21 +313,15 @@ def _profile(device: torch.device, job: Callable[[], object]) -> dict[str, Any]:
 
 def _timed(device: torch.device, job: Callable[[], Any]) -> tuple[Any, float]:
     """Run a job once; return its value and its seconds."""
-    _wait(device)
-    started = time.perf_counter()
+    watch = Stopwatch(device)
     value = job()
-    _wait(device)
-    return value, time.perf_counter() - started
+    watch.lap("job")
+    return value, watch.last
 
 
 def _best(device: torch.device, job: Callable[[], object], repeats: int = 5) -> float:
     """Return the milliseconds of the fastest of a few runs, after one that warms up."""
     return min(1e3 * _timed(device, job)[1] for _ in range(repeats + 1))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @contextmanager

@@ -201,9 +201,10 @@ def main(argv: list[str]) -> int:
     trainings = train_all(bench, methods, own.rates, own.drop, own.jobs)
     (first, run), *others = heads_of(bench, trainings).items()
     beside = json.dumps({method: str(folder) for method, folder in others})
-    evaluated = bench.command(first, "--output_dir", str(own.folder / "evaluation"), "--evaluate.beside", beside)
+    place = own.folder / "-".join(["evaluation", *methods])
+    evaluated = bench.command(first, "--output_dir", str(place), "--evaluate.beside", beside)
     more = ["--no-decode"] if own.no_decode else []
-    draftsmith("evaluate", [*evaluated, "--head", str(run), *more], own.folder / "evaluation.log")
+    draftsmith("evaluate", [*evaluated, "--head", str(run), *more], place.with_suffix(".log"))
     results = [read_result(path) for path in result_files(parse_recipe(evaluated), decode=not own.no_decode)]
     facts["trainings"] = [*earlier.get("trainings", []), *map(asdict, trainings)]
     known = earlier.get("temperatures", {})

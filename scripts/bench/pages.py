@@ -40,6 +40,7 @@ def rendered(page: str) -> str:
     page = _block("table: losses").sub(lambda found: found[1] + losses() + found[3], page)
     page = _block("table: trees").sub(lambda found: found[1] + trees() + found[3], page)
     page = _block("table: drafters").sub(lambda found: found[1] + drafters() + found[3], page)
+    page = _block("table: contexts").sub(lambda found: found[1] + contexts() + found[3], page)
     page = _block("table: drift").sub(lambda found: found[1] + drift() + found[3], page)
     return _block("results( overall)?: (.+?)").sub(
         lambda found: f"{found[1]}\n{results(found[3].split(), overall_only=bool(found[2]))}\n{found[5]}", page
@@ -111,6 +112,16 @@ def drafters() -> str:
         size = f"{one['draft']['parameters'] / 1e6:.1f}"
         rows.append([name, size, *(DASH if tau is None else f"{tau:.2f}" for tau in taus), interval])
     return markdown_table(head, rows)
+
+
+def contexts() -> str:
+    """Return tau of every head and window by the length of the context, of scripts/bench/contexts.py."""
+    facts = json.loads((ROOT / "docs" / "results" / "contexts.json").read_text(encoding="utf-8"))
+    lengths, rows = [str(length) for length in facts["lengths"]], list[list[str]]()
+    for name, one in facts["temperatures"]["0"].items():
+        found = [one["tau"][length] for length in lengths]
+        rows.append([name, *(f"{tau:.2f} ({low:.2f} to {high:.2f})" for tau, (low, high) in found)])
+    return markdown_table(("drafter", "the question alone", *(f"{int(n):,} tokens" for n in lengths[1:])), rows)
 
 
 def drift() -> str:

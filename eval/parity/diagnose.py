@@ -247,10 +247,10 @@ def _first(ours: EngineAnswer, prompt: ParityPrompt, seen: Seen) -> tuple[tuple[
 
 
 def _kept(pairs: _Pairs) -> float:
-    """Return how many tokens were accepted for each one that is in the bundle, or the other way round where there were more."""
+    """Return how many tokens were accepted for each one that is in the bundle."""
     ours = sum(accepted for prompt, _ in pairs for accepted, *_ in prompt.rounds)
     theirs = sum(sum(r.accepted for r in one.rounds) if one.rounds else one.accepted or 0 for _, one in pairs)
-    return min(ours, theirs) / max(ours, theirs, 1)
+    return theirs / max(ours, 1)
 
 
 def _unforetold(bundle: Bundle, pairs: _Pairs) -> tuple[str, ...]:
@@ -263,4 +263,4 @@ def _unforetold(bundle: Bundle, pairs: _Pairs) -> tuple[str, ...]:
         kept = sum(first) / len(first)
     else:
         kept = _kept(pairs)
-    return (STATES, WEIGHTS) if kept >= 0.75 else (WEIGHTS, STATES)
+    return (STATES, WEIGHTS) if 0.75 <= kept <= 1 / 0.75 else (WEIGHTS, STATES)

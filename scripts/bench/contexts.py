@@ -45,9 +45,8 @@ def chats(
 def main(argv: list[str]) -> int:
     """Make the prompts, evaluate the heads on them, and keep tau by length and window."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.contexts", description=__doc__)
-    parser.add_argument(
-        "--head", action="append", required=True, metavar="NAME=FOLDER", help="a head, or a run with one (repeatable)"
-    )
+    named = "a head, or its run (repeatable); the first goes by its method"
+    parser.add_argument("--head", action="append", required=True, metavar="NAME=FOLDER", help=named)
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096, 7168], help="of contexts, in tokens"
     )

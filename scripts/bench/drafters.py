@@ -5,12 +5,15 @@ Each method with a recipe recipes/METHOD/NAME.yaml is trained for a third of the
 rates; the rate with the best held-out tau gets the whole budget, unless the method then lies --drop below the best one. With one rate there
 is nothing to choose, and every method gets the whole budget. All heads are
 then evaluated together, on the same prompts and in turns; differences of tau, from the best head's, have intervals over the same prompts.
-Words behind -- are keys of every recipe. What is finished is reused: run it again after an interruption.
+Words behind -- are keys of every recipe. A method may bring keys of its own, `--methods eagle3 "eagle3 --head.num_hidden_layers 2"`, and
+is called by them all. What is finished is reused: run it again after an interruption.
 """
 
 import argparse
 import json
 import os
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +30,7 @@ from draftsmith.progress import say
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages.evaluation import prompts_of, result_files
 from draftsmith.stages.session import Session
+from draftsmith.storage import fingerprint
 from scripts.bench.commands import facts_of, keep, run_command
 
 TRIAL = 1 / 3
@@ -35,8 +39,8 @@ TRIAL = 1 / 3
 
 @dataclass(frozen=True)
 class Training:
-    """One training of a method. rate: what the recipe's learning rates are multiplied by. share: of the budget of tokens. tau: the best
-    held-out one, at the recipe's draft length, greedy. seconds: of training."""
+    """One training of a method, with keys of its own behind the name. rate: what the recipe's learning rates are multiplied by. share: of
+    the budget of tokens. tau: the best held-out one, at the recipe's draft length, greedy. seconds: of training."""
 
     method: str
     rate: float
@@ -57,11 +61,13 @@ class Bench:
 
     def command(self, method: str, *more: str) -> list[str]:
         """Return the words that a command of draftsmith takes for a method."""
-        return ["--recipe", f"recipes/{method}/{self.recipes}.yaml", *self.words, *more]
+        name, *keys = shlex.split(method)
+        return ["--recipe", f"recipes/{name}/{self.recipes}.yaml", *self.words, *keys, *more]
 
     def run_dir(self, method: str, rate: float, share: float) -> Path:
         """Return the folder of a training."""
-        return self.folder / f"{method}-{rate:g}-{share:.2g}"
+        name = re.sub(r"[^a-z0-9._]+", "-", method.lower()).strip("-")
+        return self.folder / f"{name}-{rate:g}-{share:.2g}"
 
     def train(self, method: str, rate: float, share: float) -> Training:
         """Train, or go on, in a process of one thread; raises UserError with the last line of its log where that fails."""
@@ -104,9 +110,8 @@ def train_all(bench: Bench, methods: Sequence[str], rates: Sequence[float], drop
 
 def heads_of(bench: Bench, trainings: Sequence[Training]) -> dict[str, Path]:
     """Return the run of each method's longest training, at its best rate, the best head first."""
-    ordered = sorted(trainings, key=lambda t: (t.share, t.tau), reverse=True)
     found: dict[str, Path] = {}
-    for one in ordered:
+    for one in sorted(trainings, key=lambda t: (t.share, t.tau), reverse=True):
         found.setdefault(one.method, bench.run_dir(one.method, one.rate, one.share))
     return found
 
@@ -161,7 +166,7 @@ def main(argv: list[str]) -> int:
     """Run the bench, or what is left of it."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.drafters", description=__doc__)
     parser.add_argument("--recipes", default="smollm2-135m", help="recipes/METHOD/NAME.yaml of every method")
-    parser.add_argument("--methods", nargs="*", help="only these")
+    parser.add_argument("--methods", nargs="*", help="only these, with keys of their own")
     parser.add_argument(
         "--tokens", type=int, required=True, help="the budget: tokens that a training reads, epochs counted each"
     )
@@ -180,11 +185,17 @@ def main(argv: list[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # of the commands
     own, words = parser.parse_args(argv[:split]), argv[split + 1 :]
     found = sorted(path.parent.name for path in Path("recipes").glob(f"*/{own.recipes}.yaml"))
-    if unknown := set(own.methods or found) - set(found) or (not found and {own.recipes}):
+    if unknown := {shlex.split(method)[0] for method in own.methods or found} - set(found) or (
+        not found and {own.recipes}
+    ):
         raise UserError(
             f"there is no recipe recipes/*/{own.recipes}.yaml of {', '.join(sorted(unknown))}: name others."
         )
     methods = own.methods or found
+    if not set(methods) & set(found):
+        raise UserError(
+            f"--methods {' '.join(map(shlex.quote, methods))}: name one without keys, which others are beside."
+        )
     data = ["--data_dir", str(own.folder / "data"), *words]
     bench = Bench(own.recipes, own.folder, own.tokens, tuple(data))
     recipes = {method: parse_recipe(bench.command(method)) for method in methods}
@@ -193,15 +204,20 @@ def main(argv: list[str]) -> int:
     facts = facts_of("drafters", argv) | {"tokens": own.tokens, "target": target.fingerprint}
     facts["prompts"] = prompts_of(session, target).digest(spec)
     earlier = read_beside(own.beside, facts)
-    layers = sorted({layer for recipe in recipes.values() for layer in layer_ids_of(recipe.head, target)})
+    named = (layer for recipe in recipes.values() for layer in recipe.features.layer_ids or ())
+    layers = sorted({layer for recipe in recipes.values() for layer in layer_ids_of(recipe.head, target)} | set(named))
     stored = ["--features.layer_ids", json.dumps(layers)] if layers else []
     bench = Bench(own.recipes, own.folder, own.tokens, (*data, *stored))
     say(f"{len(methods)} methods, layers {layers}, logs in {own.folder}")
     draftsmith("extract", bench.command(methods[0]), own.folder / "data.log")
     trainings = train_all(bench, methods, own.rates, own.drop, own.jobs)
-    (first, run), *others = heads_of(bench, trainings).items()
-    beside = json.dumps({method: str(folder) for method, folder in others})
-    place = own.folder / "-".join(["evaluation", *methods])
+    heads = heads_of(bench, trainings)
+    first = next(
+        method for method in heads if method in found
+    )  # a result calls the recipe's own head by its method alone
+    run = heads.pop(first)
+    beside = json.dumps({method: str(folder) for method, folder in heads.items()})
+    place = own.folder / f"evaluation-{fingerprint(methods)}"
     evaluated = bench.command(first, "--output_dir", str(place), "--evaluate.beside", beside)
     more = ["--no-decode"] if own.no_decode else []
     draftsmith("evaluate", [*evaluated, "--head", str(run), *more], place.with_suffix(".log"))

@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.results.intervals import bootstrap_tau
-from scripts.bench.drafters import read_beside, table
+from scripts.bench.drafters import Bench, read_beside, table
 
 FACTS = {"tokens": 1000, "target": "a", "prompts": "b"}
 
@@ -61,3 +61,11 @@ def test_what_cannot_be_compared_is_refused(key: str, tmp_path: Path) -> None:
     assert read_beside(file, FACTS) == FACTS
     with pytest.raises(UserError, match=f"has {key} {FACTS[key]}, but here it is other: both need the same"):
         read_beside(file, FACTS | {key: "other"})
+
+
+def test_a_method_brings_keys_of_its_own() -> None:
+    bench, method = Bench("tiny", Path("runs"), 1000, ("--seed", "1")), "eagle3 --head.layer_ids '[0, 2]'"
+    words = bench.command(method, "--redo", "train")
+    assert words[1:] == ["recipes/eagle3/tiny.yaml", "--seed", "1", "--head.layer_ids", "[0, 2]", "--redo", "train"]
+    assert bench.run_dir(method, 0.5, 1.0) == Path("runs/eagle3-head.layer_ids-0-2-0.5-1")
+    assert bench.run_dir("eagle3", 0.5, 1.0) == Path("runs/eagle3-0.5-1")

@@ -116,6 +116,21 @@ def heads_of(bench: Bench, trainings: Sequence[Training]) -> dict[str, Path]:
     return found
 
 
+def evaluate(bench: Bench, heads: dict[str, Path], *, decode: bool) -> list[Result]:
+    """Evaluate all heads together; return the result of each temperature."""
+    first = next(
+        method for method in heads if " " not in method
+    )  # a result calls the head it is of by its method alone
+    run = heads.pop(first)
+    place = bench.folder / f"evaluation-{fingerprint([first, *heads])}"
+    beside = json.dumps({method: str(folder) for method, folder in heads.items()})
+    words = bench.command(first, "--output_dir", str(place), "--evaluate.beside", beside)
+    draftsmith(
+        "evaluate", [*words, "--head", str(run), *([] if decode else ["--no-decode"])], place.with_suffix(".log")
+    )
+    return [read_result(path) for path in result_files(parse_recipe(words), decode=decode)]
+
+
 def row(drafter: DrafterResult, name: str, result: Result) -> dict[str, Any]:
     """Return what the table says of a drafter at one temperature."""
     m, costs = drafter.overall, result.costs
@@ -162,6 +177,23 @@ def read_beside(path: Path | None, facts: dict[str, Any]) -> dict[str, Any]:
     return earlier
 
 
+def methods_of(recipes: str, named: Sequence[str] | None) -> Sequence[str]:
+    """Return the methods to compare: those `named`, with their keys, or all that have a recipe of that name. Raises UserError for one
+    without a recipe, and where each has keys."""
+    found = sorted(path.parent.name for path in Path("recipes").glob(f"*/{recipes}.yaml"))
+    methods = named or found
+    unknown = {shlex.split(method)[0] for method in methods} - set(found)
+    if unknown or not found:
+        raise UserError(
+            f"there is no recipe recipes/*/{recipes}.yaml of {', '.join(sorted(unknown or {recipes}))}: name others."
+        )
+    if not set(methods) & set(found):
+        raise UserError(
+            f"all of --methods have keys: name {shlex.split(methods[0])[0]} alone too, which the others stand beside."
+        )
+    return methods
+
+
 def main(argv: list[str]) -> int:
     """Run the bench, or what is left of it."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.drafters", description=__doc__)
@@ -184,18 +216,7 @@ def main(argv: list[str]) -> int:
     split = argv.index("--") if "--" in argv else len(argv)
     os.environ["OMP_NUM_THREADS"] = "1"  # of the commands
     own, words = parser.parse_args(argv[:split]), argv[split + 1 :]
-    found = sorted(path.parent.name for path in Path("recipes").glob(f"*/{own.recipes}.yaml"))
-    if unknown := {shlex.split(method)[0] for method in own.methods or found} - set(found) or (
-        not found and {own.recipes}
-    ):
-        raise UserError(
-            f"there is no recipe recipes/*/{own.recipes}.yaml of {', '.join(sorted(unknown))}: name others."
-        )
-    methods = own.methods or found
-    if not set(methods) & set(found):
-        raise UserError(
-            f"--methods {' '.join(map(shlex.quote, methods))}: name one without keys, which others are beside."
-        )
+    methods = methods_of(own.recipes, own.methods)
     data = ["--data_dir", str(own.folder / "data"), *words]
     bench = Bench(own.recipes, own.folder, own.tokens, tuple(data))
     recipes = {method: parse_recipe(bench.command(method)) for method in methods}
@@ -211,17 +232,7 @@ def main(argv: list[str]) -> int:
     say(f"{len(methods)} methods, layers {layers}, logs in {own.folder}")
     draftsmith("extract", bench.command(methods[0]), own.folder / "data.log")
     trainings = train_all(bench, methods, own.rates, own.drop, own.jobs)
-    heads = heads_of(bench, trainings)
-    first = next(
-        method for method in heads if method in found
-    )  # a result calls the recipe's own head by its method alone
-    run = heads.pop(first)
-    beside = json.dumps({method: str(folder) for method, folder in heads.items()})
-    place = own.folder / f"evaluation-{fingerprint(methods)}"
-    evaluated = bench.command(first, "--output_dir", str(place), "--evaluate.beside", beside)
-    more = ["--no-decode"] if own.no_decode else []
-    draftsmith("evaluate", [*evaluated, "--head", str(run), *more], place.with_suffix(".log"))
-    results = [read_result(path) for path in result_files(parse_recipe(evaluated), decode=not own.no_decode)]
+    results = evaluate(bench, heads_of(bench, trainings), decode=not own.no_decode)
     facts["trainings"] = [*earlier.get("trainings", []), *map(asdict, trainings)]
     known = earlier.get("temperatures", {})
     places = {f"{result.settings.temperature:g}": result for result in results}

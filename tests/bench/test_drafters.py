@@ -9,7 +9,7 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.results.intervals import bootstrap_tau
-from scripts.bench.drafters import Bench, read_beside, table
+from scripts.bench.drafters import Bench, methods_of, read_beside, table
 
 FACTS = {"tokens": 1000, "target": "a", "prompts": "b"}
 
@@ -69,3 +69,10 @@ def test_a_method_brings_keys_of_its_own() -> None:
     assert words[1:] == ["recipes/eagle3/tiny.yaml", "--seed", "1", "--head.layer_ids", "[0, 2]", "--redo", "train"]
     assert bench.run_dir(method, 0.5, 1.0) == Path("runs/eagle3-head.layer_ids-0-2-0.5-1")
     assert bench.run_dir("eagle3", 0.5, 1.0) == Path("runs/eagle3-0.5-1")
+    assert methods_of("tiny", ["eagle3", method]) == ["eagle3", method]
+    for named, why in (
+        ([method], "name eagle3 alone too"),
+        (["eagle9 --seed 1"], "no recipe recipes/\\*/tiny.yaml of eagle9"),
+    ):
+        with pytest.raises(UserError, match=why):
+            methods_of("tiny", named)

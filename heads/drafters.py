@@ -67,14 +67,6 @@ def draft_tree(state: DecodeState, logits_BKW: Tensor, head: DraftHead, whole: S
     return Draft.static(state.root_B, head.target_ids(chosen_BN), tree, state.limit_B)
 
 
-def draft_best(state: DecodeState, logits_BKW: Tensor, head: DraftHead, tree: DynamicTree) -> Draft:
-    """Return a tree of each depth's most likely tokens that follows the draft's own confidence, no deeper than K."""
-    beam = start_beam(tree, state.root_B, state.limit_B, run=False)
-    for logits_BW in logits_BKW.unbind(1):
-        beam = beam.extend(logits_BW[:, None], head.target_ids)
-    return beam.draft()
-
-
 def _drawn(state: DecodeState, draft_probs_BKW: Tensor, head: DraftHead, whole: StaticTree, tree: StaticTree) -> Draft:
     plan, shape = growth(tree, draft_probs_BKW.device), tree.on(draft_probs_BKW.device)
     inner_BTW = draft_probs_BKW[:, shape.depth_N[plan.inner_T]]
@@ -224,7 +216,10 @@ class HeadDrafter(StatelessDrafter):
     def draft_all(self, state: DecodeState, logits_BKW: Tensor) -> Draft:
         """Return the draft of K tokens, or a tree no deeper, from the logits of all depths at once."""
         if isinstance(self.tree, DynamicTree):
-            return draft_best(state, logits_BKW, self.head, self.tree)
+            beam = start_beam(self.tree, state.root_B, state.limit_B, run=False)
+            for logits_BW in logits_BKW.unbind(1):
+                beam = beam.extend(logits_BW[:, None], self.head.target_ids)
+            return beam.draft()
         if self.tree is not None:
             return draft_tree(state, logits_BKW, self.head, self.tree, drawn=self.drawn)
         return draft_chain(state, logits_BKW, self.head, greedy=self.greedy_drafts, rule=self.rule)

@@ -29,7 +29,18 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str, resi
     Fields that say how to train stay those of the recipe; so do `RESIZED`, to `resize`. Raises UserError, naming all of them, for
     other fields whose values differ from the head's.
     """
-    made_of, adopted, apart = _made_of(head, target), {}, []
+    # The fields of the options with the head's real sizes, where null stands for those of its target.
+    spec = head.describe()
+    if not isinstance(spec.get("options"), dict):
+        raise UserError(
+            f"train.warm_start: heads of {head.method} do not tell their options, so no training can start from one: let "
+            'their `describe` return them under "options", or remove train.warm_start.'
+        )
+    described = {**spec["options"]}
+    described |= {key: value for key, value in spec.get("layer_config", {}).items() if key in described}
+    vocab_size = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
+    ours = {"layer_ids": list(head.reads.layer_ids), "draft_vocab_size": vocab_size}
+    made_of, adopted, apart = (described | {key: value for key, value in ours.items() if key in described}), {}, []
     if resize and made_of.get("lm_head_rank") is not None and getattr(options, "draft_vocab_size", None) is not None:
         raise UserError(
             f"head.draft_vocab_size is {options.draft_vocab_size}, but the head that train.warm_start names ({name}) has a projection of "
@@ -121,21 +132,6 @@ def _resized(
             tensors[name] = value.detach().clone()
             tensors[name][both] = mine[both]
     return tensors
-
-
-def _made_of(head: DraftHead, target: Target) -> dict[str, Any]:
-    """Return the fields of a head's options with its real sizes, where null stands for those of its target."""
-    spec = head.describe()
-    if not isinstance(spec.get("options"), dict):
-        raise UserError(
-            f"train.warm_start: heads of {head.method} do not tell their options, so no training can start from one: let "
-            'their `describe` return them under "options", or remove train.warm_start.'
-        )
-    described = {**spec["options"]}
-    described |= {key: value for key, value in spec.get("layer_config", {}).items() if key in described}
-    vocab_size = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
-    ours = {"layer_ids": list(head.reads.layer_ids), "draft_vocab_size": vocab_size}
-    return described | {key: value for key, value in ours.items() if key in described}
 
 
 def _shown(value: Any) -> str:

@@ -72,7 +72,9 @@ def train(recipe: Recipe, target: Target, head: DraftHead, data: TrainData, fold
     with compiling(recipe.train.compile, run.accelerator.device):
         if not run.accelerator.is_main_process:
             return run.train(progress, None)
-        say(run.describe_batch())
+        processes, spec = run.accelerator.num_processes, run.spec
+        parts = f"{processes} process{'es' if processes > 1 else ''} x {spec.accumulation} (accumulation) x {spec.rows} rows"
+        say(f"training: {parts} of {spec.row_tokens} tokens = up to {run._most_tokens:,} tokens a step")
         with Tracker(folder, recipe.tracking, recipe.name, run.describe(), progress.step) as tracker:
             return run.train(progress, tracker)
 
@@ -153,12 +155,6 @@ class _Run:
     def _most_tokens(self) -> int:
         """The tokens of a full optimizer step, over all processes: the global batch."""
         return self.schedule.window * self.spec.rows * self.spec.row_tokens
-
-    def describe_batch(self) -> str:
-        """Return in words how many tokens an optimizer step takes."""
-        processes, spec = self.accelerator.num_processes, self.spec
-        parts = f"{processes} process{'es' if processes > 1 else ''} x {spec.accumulation} (accumulation) x {spec.rows} rows"
-        return f"training: {parts} of {spec.row_tokens} tokens = up to {self._most_tokens:,} tokens a step"
 
     def train(self, progress: Progress, tracker: Tracker | None) -> Path:
         """Train from `progress` to the end, to the patience's end, or to Ctrl-C. tracker: that of the main process."""

@@ -47,7 +47,22 @@ class Meeting:
         self._heard: dict[int, tuple[int, float]] = {}
         self._ended = Event()
         self._store = self._open()
-        self._gather()
+        size = self.here.size
+        if self._store.add(f"draftsmith/rank/{self.here.rank}", 1) > 1:
+            raise UserError(f"Two processes have RANK {self.here.rank} at {self.address}: give each its own.")
+        self._store.add("draftsmith/come", 1)
+
+        def come() -> int:
+            return int(self._store.add("draftsmith/come", 0))
+
+        def say() -> None:
+            self._say(f"waiting for {size - come()} of {size} processes at {self.address}")
+
+        if not wait_until(lambda: come() >= size, MEET, say):
+            raise UserError(
+                f"Only {come()} of {size} processes came to {self.address} within {_minutes(MEET)}: start the others with "
+                "the same MASTER_ADDR and MASTER_PORT, or set WORLD_SIZE to as many as there are."
+            )
         Thread(target=self._beat, daemon=True).start()
         atexit.register(self._ended.set)
 
@@ -83,25 +98,6 @@ class Meeting:
                 "rank 0, and MASTER_PORT to a port that is free there."
             ) from (opened[0] if opened else None)
         return opened[0]
-
-    def _gather(self) -> None:
-        """Wait until all processes are here."""
-        size = self.here.size
-        if self._store.add(f"draftsmith/rank/{self.here.rank}", 1) > 1:
-            raise UserError(f"Two processes have RANK {self.here.rank} at {self.address}: give each its own.")
-        self._store.add("draftsmith/come", 1)
-
-        def come() -> int:
-            return int(self._store.add("draftsmith/come", 0))
-
-        def say() -> None:
-            self._say(f"waiting for {size - come()} of {size} processes at {self.address}")
-
-        if not wait_until(lambda: come() >= size, MEET, say):
-            raise UserError(
-                f"Only {come()} of {size} processes came to {self.address} within {_minutes(MEET)}: start the others with "
-                "the same MASTER_ADDR and MASTER_PORT, or set WORLD_SIZE to as many as there are."
-            )
 
     def _say(self, text: str) -> None:
         """Say for whom this machine waits; a process that no launcher started, as of SLURM, says it for itself."""

@@ -177,7 +177,26 @@ class Muon(torch.optim.Muon):
                 pending.append(
                     (parameter, gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer, group)
                 )
-        for (parameter, _, group), update in zip(pending, _orthogonalised(pending), strict=True):
+        # Each update is made by one of the processes.
+        together = distributed.is_available() and distributed.is_initialized()
+        size, rank = (distributed.get_world_size(), distributed.get_rank()) if together else (1, 0)
+        # The largest first, each to the process that has least to do: as work counts rows * rows * columns.
+        work, owner = [0.0] * size, [0] * len(pending)
+        for index in sorted(range(len(pending)), key=lambda i: -pending[i][0].numel()):
+            owner[index] = work.index(min(work))
+            work[owner[index]] += pending[index][0].numel() * min(pending[index][0].shape)
+        made = [
+            orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            if owner[index] == rank
+            else torch.empty_like(update)
+            for index, (_, update, group) in enumerate(pending)
+        ]
+        if size > 1:
+            made = [update.contiguous() for update in made]
+            sent = [distributed.broadcast(update, owner[index], async_op=True) for index, update in enumerate(made)]
+            for one in sent:
+                one.wait()
+        for (parameter, _, group), update in zip(pending, made, strict=True):
             rows, columns = parameter.shape
             assert group["adjust_lr_fn"] in (None, "original"), "other ways to adjust the rate are torch's alone"
             changed = parameter * (1 - group["lr"] * group["weight_decay"])
@@ -187,29 +206,6 @@ class Muon(torch.optim.Muon):
     def _change(self, value: Tensor, new: Tensor) -> None:
         broken = getattr(self, "found_inf", None)
         value.copy_(new if broken is None else torch.where(broken > 0, value, new))
-
-
-def _orthogonalised(pending: Sequence[tuple[Tensor, Tensor, dict[str, Any]]]) -> list[Tensor]:
-    """Return the orthogonalised updates, each made by one of the processes."""
-    together = distributed.is_available() and distributed.is_initialized()
-    size, rank = (distributed.get_world_size(), distributed.get_rank()) if together else (1, 0)
-    # The largest first, each to the process that has least to do: as work counts rows * rows * columns.
-    work, owner = [0.0] * size, [0] * len(pending)
-    for index in sorted(range(len(pending)), key=lambda i: -pending[i][0].numel()):
-        owner[index] = work.index(min(work))
-        work[owner[index]] += pending[index][0].numel() * min(pending[index][0].shape)
-    made = [
-        orthogonalise(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        if owner[index] == rank
-        else torch.empty_like(update)
-        for index, (_, update, group) in enumerate(pending)
-    ]
-    if size > 1:
-        made = [update.contiguous() for update in made]
-        sent = [distributed.broadcast(update, owner[index], async_op=True) for index, update in enumerate(made)]
-        for one in sent:
-            one.wait()
-    return made
 
 
 def orthogonalise(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

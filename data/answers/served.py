@@ -14,7 +14,6 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.decoder.answers import Generation, Request
@@ -186,7 +185,11 @@ def likeness(target: Target, samples: Sequence[Tokenized], sampling: Sampling) -
         last = target.forward(ids[None]).last[0]
         logits_RV = target.head.logits(last[rows_R - 1]).float()
         if sampling.repetition_penalty != 1:
-            logits_RV = penalize(logits_RV, _seen(ids, rows_R, logits_RV.shape[-1]), sampling.repetition_penalty)
+            # The tokens that stand before each row: bool [R, V].
+            seen = torch.zeros(len(rows_R), logits_RV.shape[-1], dtype=torch.bool, device=ids.device)
+            for row, at in zip(seen, rows_R.tolist(), strict=True):
+                row[ids[:at]] = True
+            logits_RV = penalize(logits_RV, seen, sampling.repetition_penalty)
         chosen_R = ids[rows_R]
         tokens += len(rows_R)
         if sampling.greedy:
@@ -200,11 +203,3 @@ def likeness(target: Target, samples: Sequence[Tokenized], sampling: Sampling) -
         variance += float(((p_RV * log_RV**2).sum(-1) - mean_R**2).sum())
         surplus += float((mean_R - own_R.log())[own_R > 0].sum())
     return Likeness(tokens, surplus / max(tokens, 1), math.sqrt(variance) / max(tokens, 1), impossible / max(tokens, 1))
-
-
-def _seen(ids: Tensor, rows_R: Tensor, vocab_size: int) -> Tensor:
-    """Return bool [R, V]: the tokens that stand before each row."""
-    seen = torch.zeros(len(rows_R), vocab_size, dtype=torch.bool, device=ids.device)
-    for row, at in zip(seen, rows_R.tolist(), strict=True):
-        row[ids[:at]] = True
-    return seen

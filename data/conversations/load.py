@@ -71,15 +71,7 @@ def load_conversations(
     else:
         in_turn = (row for turn in itertools.zip_longest(*files) for row in turn if row is not None)
         rows = itertools.islice(in_turn, limit)
-    conversations = _unique(rows, slice)
-    if not conversations:
-        named = ", ".join(map(str, sources)) or "an empty list of sources"
-        raise UserError(f"No conversation in {named}: nothing is in there; give a file with a conversation per line.")
-    return conversations
-
-
-def _unique(rows: Iterator[_Row], slice: str | None) -> list[Conversation]:
-    """Convert rows; refuse an id used twice, and make unique ones for rows without an id."""
+    # An id used twice is refused, and rows without one get their own.
     places: dict[str, str] = {}
     conversations = []
     for row in rows:
@@ -104,6 +96,9 @@ def _unique(rows: Iterator[_Row], slice: str | None) -> list[Conversation]:
         places[name] = row.place
         own = own_slice or slice or row.stem
         conversations.append(Conversation(name, own, tuple(messages), tools, row.value.get("reference")))
+    if not conversations:
+        named = ", ".join(map(str, sources)) or "an empty list of sources"
+        raise UserError(f"No conversation in {named}: nothing is in there; give a file with a conversation per line.")
     return conversations
 
 

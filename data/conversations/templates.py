@@ -64,13 +64,8 @@ def load_tokenizer(
         )
     if not all(isinstance(text, str) for text in (template.values() if isinstance(template, dict) else [template])):
         raise UserError(f"The chat template of {path} is no text: write the template itself into chat_template.jinja.")
-    _try_template(tokenizer)
-    return tokenizer
-
-
-def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError for a chat template that cannot render one question or leaves it out. It is tried under limits of time and
-    memory."""
+    # A template that cannot render one question, or leaves it out, is refused. It is tried under limits of time and
+    # memory.
     question = [{"role": "user", "content": "Hello"}]
 
     def asked() -> str:
@@ -87,6 +82,7 @@ def _try_template(tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError(
             f"The {template_name(tokenizer)} leaves out what a user says: name one that writes it in data.chat_template."
         )
+    return tokenizer
 
 
 def read_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

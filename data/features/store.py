@@ -195,7 +195,21 @@ class FeatureStore:
         number = self._shard_of(index)
         start, end = (int(self._tokens[at] - self._tokens[self._ends[number]]) for at in (index, index + 1))
         with self._opening:
-            shard = self._shard(number)
+            # The one opened first is closed when there are many.
+            if number not in self._open:
+                file = self.path / shard_name(number)
+                if len(self._open) >= OPEN_SHARDS:
+                    del self._open[next(iter(self._open))]
+                open_file(file, AGAIN).close()
+                with foreign_code(f"The feature shard {file} is cut short or damaged", AGAIN):
+                    opened = safe_open(file, framework="pt")
+                    slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+                    held = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+                first, last = self._ends[number : number + 2]
+                if held != shard_layout(self.spec, int(self._tokens[last] - self._tokens[first])):
+                    raise UserError(f"The feature shard {file} holds other tensors than {INDEX_NAME} says: {AGAIN}.")
+                self._open[number] = opened
+            shard = self._open[number]
         return {name: shard.get_slice(name)[start:end] for name in names}
 
     def _shard_of(self, index: int) -> int:
@@ -209,23 +223,6 @@ class FeatureStore:
             file = self.path / shard_name(self._shard_of(index))
             raise UserError(f"The feature shard {file} is corrupt (its checksum differs from {INDEX_NAME}): {AGAIN}.")
         self._verified[index, column] = True
-
-    def _shard(self, number: int) -> Any:
-        """Return an open shard; the one opened first is closed when there are many."""
-        if number not in self._open:
-            file = self.path / shard_name(number)
-            if len(self._open) >= OPEN_SHARDS:
-                del self._open[next(iter(self._open))]
-            open_file(file, AGAIN).close()
-            with foreign_code(f"The feature shard {file} is cut short or damaged", AGAIN):
-                opened = safe_open(file, framework="pt")
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
-                held = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-            first, last = self._ends[number : number + 2]
-            if held != shard_layout(self.spec, int(self._tokens[last] - self._tokens[first])):
-                raise UserError(f"The feature shard {file} holds other tensors than {INDEX_NAME} says: {AGAIN}.")
-            self._open[number] = opened
-        return self._open[number]
 
 
 def shard_layout(spec: StoreSpec, tokens: int) -> dict[str, tuple[str, tuple[int, ...]]]:

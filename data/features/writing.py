@@ -81,23 +81,6 @@ def plan_shards(lengths: Sequence[int], ends: Sequence[int], spec: StoreSpec) ->
     return shards
 
 
-def _share_out(chunks: Sequence[Chunk], shards: Sequence[range]) -> list[tuple[list[Chunk], list[int]]]:
-    """Group chunks and the numbers of shards wherever both end with the same sample."""
-    shares: list[tuple[list[Chunk], list[int]]] = []
-    number = 0
-    own: list[Chunk] = []
-    for chunk in chunks:
-        own.append(chunk)
-        filled = []
-        while number < len(shards) and shards[number].stop <= chunk.end:
-            filled.append(number)
-            number += 1
-        if filled:
-            shares.append((own, filled))
-            own = []
-    return shares
-
-
 def begin_store(path: Path, spec: StoreSpec, samples: Sequence[Tokenized]) -> None:
     """Make a store that is to be filled, or get an unfinished one ready to go on, which removes what is half-written there.
 
@@ -135,7 +118,18 @@ class FeatureWriter:
         self.path, self.spec, self.samples = path, index.spec, index.samples
         chunks = plan_chunks(self.samples.lengths, self.spec.batch_tokens)
         self.shards = plan_shards(self.samples.lengths, [chunk.end for chunk in chunks], self.spec)
-        self.shares = _share_out(chunks, self.shards)
+        # Chunks and the numbers of shards, wherever both end with the same sample.
+        self.shares: list[tuple[list[Chunk], list[int]]] = []
+        number, own = 0, list[Chunk]()
+        for chunk in chunks:
+            own.append(chunk)
+            filled = []
+            while number < len(self.shards) and self.shards[number].stop <= chunk.end:
+                filled.append(number)
+                number += 1
+            if filled:
+                self.shares.append((own, filled))
+                own = []
         self.complete, self._merged = index.complete, len(index.shards)
         self._end = index.shards[-1] if len(index.shards) else None
 

@@ -84,23 +84,19 @@ def explain(error: BaseException) -> str | None:
             "evaluate.batch, whichever this is about, or take a machine with more; the same command goes on from here."
         )
     if isinstance(error, OSError):
-        return _explain_refusal(error)
+        if error.filename is None:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF):
+                return f"The output cannot be written ({os.strerror(error.errno)}): send it elsewhere, then run the same command again."
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                return f"The system refuses this: {why_not(error)}; raise the limit, then run the same command again."
+            return f"The system refuses this ({first_line(error)}): mend it, then run the same command again."
+        name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
+        return f"{one_line(name)} cannot be used ({why_not(error, name)}): mend that or name another, then run the same command again."
     if isinstance(error, ValueError) and "null byte" in str(error):
         return "The name of a file holds a NUL character: give it another name."
     if isinstance(error, RuntimeError) and "home directory" in str(error):
         return "This account has no home folder: set HOME to a folder that it may write to."
     return None
-
-
-def _explain_refusal(error: OSError) -> str:
-    if error.filename is None:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EBADF):
-            return f"The output cannot be written ({os.strerror(error.errno)}): send it elsewhere, then run the same command again."
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            return f"The system refuses this: {why_not(error)}; raise the limit, then run the same command again."
-        return f"The system refuses this ({first_line(error)}): mend it, then run the same command again."
-    name = os.fsdecode(error.filename) if isinstance(error.filename, bytes) else str(error.filename)
-    return f"{one_line(name)} cannot be used ({why_not(error, name)}): mend that or name another, then run the same command again."
 
 
 def _drop_output() -> None:

@@ -16,7 +16,7 @@ from draftsmith.heads.registry import find_method
 from draftsmith.progress import hush, said, say
 from draftsmith.recipe.parse import find_file
 from draftsmith.recipe.record import DATA_STAGES
-from draftsmith.recipe.schema import Recipe, TrainSpec
+from draftsmith.recipe.schema import TrainSpec
 from draftsmith.stages.data import kept_warnings
 from draftsmith.stages.pipeline import COMMAND_STAGES, make_stages
 from draftsmith.stages.session import Session
@@ -52,10 +52,24 @@ def check_launching(session: Session, config: str | None, command: str) -> Launc
         raise UserError(
             f"WORLD_SIZE is {world().size}, but --launch starts processes itself: leave out one of the launchers."
         )
-    launch = check_config(session.recipe.train, config, session.device)
+    recipe = session.recipe
+    launch = check_config(recipe.train, config, session.device)
     if _spreads(session, launch):
-        _check_spread(session.recipe, command)
-    shared = session.recipe.target.tensor_parallel
+        if command not in ("run", "train"):
+            raise UserError(
+                f"target.gpus is {recipe.target.gpus}: one process makes answers and hidden states on these GPUs, so leave --launch out of "
+                f"`draftsmith {command}`."
+            )
+        online = recipe.features.source == "online"
+        if online or find_method(recipe.method).needs_layers(recipe.head):
+            what, remedy = f"method: {recipe.method}", "leave"
+            if online:
+                what, remedy = "features.source: online", "set it to store, or leave"
+            raise UserError(
+                f"target.gpus is {recipe.target.gpus}, but with {what} each process of --launch needs all layers of the target on its own GPU: "
+                f"{remedy} --launch out."
+            )
+    shared = recipe.target.tensor_parallel
     if command == "evaluate" and shared == 1:
         raise UserError(
             "`draftsmith evaluate` measures in one process, and in several only where these share the target: leave --launch out, or set "
@@ -71,26 +85,6 @@ def check_launching(session: Session, config: str | None, command: str) -> Launc
 def _spreads(session: Session, launch: Launch) -> bool:
     """Return whether the target needs GPUs that other processes of the launch compute on."""
     return session.recipe.target.gpus > 1 and launch.processes > 1
-
-
-def _check_spread(recipe: Recipe, command: str) -> None:
-    """Raise UserError where the processes of a launch would load the layers of a target that one process spreads over their GPUs."""
-    if command not in ("run", "train"):
-        raise UserError(
-            f"target.gpus is {recipe.target.gpus}: one process makes answers and hidden states on these GPUs, so leave --launch out of "
-            f"`draftsmith {command}`."
-        )
-    online = recipe.features.source == "online"
-    if online or find_method(recipe.method).needs_layers(recipe.head):
-        what, remedy = (
-            ("features.source: online", "set it to store, or leave")
-            if online
-            else (f"method: {recipe.method}", "leave")
-        )
-        raise UserError(
-            f"target.gpus is {recipe.target.gpus}, but with {what} each process of --launch needs all layers of the target on its own GPU: "
-            f"{remedy} --launch out."
-        )
 
 
 def check_config(spec: TrainSpec, config: str, device: str = "cpu") -> Launch:

@@ -9,7 +9,6 @@ import argparse
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
 
 from draftsmith.cli.boundary import at_boundary
 from draftsmith.cli.commands import COMMANDS, SHARED, SPLIT
@@ -18,9 +17,6 @@ from draftsmith.progress import choose_progress
 from draftsmith.recipe.options import take_options
 from draftsmith.train.meeting import together
 from draftsmith.train.process import ENDING, LAUNCHED, end_with_launcher, on_signals, raise_terminated, world
-
-if TYPE_CHECKING:
-    from jsonargparse import ArgumentParser
 
 _TOP = ("-h", "--help", "--version", "--print_completion")
 
@@ -34,29 +30,24 @@ def main(argv: list[str] | None = None, script: str | None = None) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     end_with_launcher()
     with on_signals(raise_terminated, ENDING):
-        return _dispatch(words, script)
-
-
-def _dispatch(words: list[str], script: str | None) -> int:
-    """Run the command that the first word names. Raises UserError for one that does not exist, or not in several processes."""
-    if not words or words[0].split("=")[0] in _TOP:
-        return _top(words)
-    name = words[0]
-    if name not in COMMANDS:
-        hint = "options come after it; " if name.startswith("-") else ""
-        meant = did_you_mean(name.lower(), COMMANDS)
-        raise UserError(f"There is no command '{name}'{meant}: {hint}the commands are {', '.join(COMMANDS)}.")
-    if name not in SHARED and world().size > 1 and not (name in SPLIT and _shares(name, words[1:])):
-        raise UserError(
-            f"WORLD_SIZE is {world().size} in the environment, but `draftsmith {name}` works in one process: leave the launcher out, "
-            f"or unset WORLD_SIZE and RANK; only {', '.join(SHARED)} take several, and {' and '.join(SPLIT)} those that share the target "
-            "(target.tensor_parallel)."
-        )
-    with together():
-        own, rest = take_options(words[1:], COMMANDS[name].options)
-        choose_progress(quiet=getattr(own, "quiet", False))
-        own.script = script
-        return _help(name, rest) if {"-h", "--help"} & set(rest) else COMMANDS[name].run(own, rest)
+        if not words or words[0].split("=")[0] in _TOP:
+            return _top(words)
+        name = words[0]
+        if name not in COMMANDS:
+            hint = "options come after it; " if name.startswith("-") else ""
+            meant = did_you_mean(name.lower(), COMMANDS)
+            raise UserError(f"There is no command '{name}'{meant}: {hint}the commands are {', '.join(COMMANDS)}.")
+        if name not in SHARED and world().size > 1 and not (name in SPLIT and _shares(name, words[1:])):
+            raise UserError(
+                f"WORLD_SIZE is {world().size} in the environment, but `draftsmith {name}` works in one process: leave the launcher out, "
+                f"or unset WORLD_SIZE and RANK; only {', '.join(SHARED)} take several, and {' and '.join(SPLIT)} those that share the target "
+                "(target.tensor_parallel)."
+            )
+        with together():
+            own, rest = take_options(words[1:], COMMANDS[name].options)
+            choose_progress(quiet=getattr(own, "quiet", False))
+            own.script = script
+            return _help(name, rest) if {"-h", "--help"} & set(rest) else COMMANDS[name].run(own, rest)
 
 
 def _shares(name: str, words: list[str]) -> bool:
@@ -88,7 +79,7 @@ def _help(name: str, words: list[str]) -> int:
 
 def _top(words: list[str]) -> int:
     """Print the list of commands, the version, or a script for the shell that completes all words."""
-    from jsonargparse import set_parsing_settings
+    from jsonargparse import ArgumentParser, set_parsing_settings
 
     import draftsmith
 
@@ -98,7 +89,19 @@ def _top(words: list[str]) -> int:
     complete = bool(words) and words[0].startswith("--print_completion")
     set_parsing_settings(add_print_completion_argument=True)
     try:
-        parser = _parser(complete=complete)
+        parser = ArgumentParser(
+            prog="draftsmith", description="Train, measure and export draft heads for speculative decoding."
+        )
+        commands = parser.add_subcommands(required=False, title="commands", metavar="COMMAND")
+        for name, command in COMMANDS.items():
+            own = ArgumentParser()
+            if complete:
+                from draftsmith.recipe.parse import recipe_parser
+
+                own = recipe_parser("eagle3", name, command.help, command.options) if command.takes_recipe else own
+                for one in () if command.takes_recipe else command.options:
+                    one.add_to(own)
+            commands.add_subcommand(name, own, help=command.help)
         parser.add_argument("--version", action="version", version=draftsmith.__version__)
         if complete:
             parser.parse_args(words)
@@ -106,26 +109,6 @@ def _top(words: list[str]) -> int:
     finally:
         set_parsing_settings(add_print_completion_argument=False)
     return 0 if words else 2
-
-
-def _parser(*, complete: bool) -> "ArgumentParser":
-    """Return the parser of all commands; what each takes is filled in where it is `complete`, which is slow."""
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(
-        prog="draftsmith", description="Train, measure and export draft heads for speculative decoding."
-    )
-    commands = parser.add_subcommands(required=False, title="commands", metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        own = ArgumentParser()
-        if complete:
-            from draftsmith.recipe.parse import recipe_parser
-
-            own = recipe_parser("eagle3", name, command.help, command.options) if command.takes_recipe else own
-            for one in () if command.takes_recipe else command.options:
-                one.add_to(own)
-        commands.add_subcommand(name, own, help=command.help)
-    return parser
 
 
 if __name__ == "__main__":

@@ -128,7 +128,20 @@ def measure_quality(session: Session, names: Sequence[str], limit: int | None, o
     scores to `output`, and print them. limit: prompts of each task. Raises UserError for tasks that cannot be run, and where no
     drafter changes texts."""
     manager = TaskManager()
-    check_tasks(manager, names)
+    for name in names:
+        remedy = "`lm-eval ls tasks` lists the names, and a YAML file of your own goes by its path"
+        with foreign_code(f"--tasks names {name}, which lm-eval cannot load", remedy):
+            tasks = manager.load([name])["tasks"]
+        for task in tasks.values():
+            if task.OUTPUT_TYPE != "generate_until":
+                raise UserError(
+                    f"--tasks names {task.task_name}, whose answers are scored by their likelihood ({task.OUTPUT_TYPE}), which no "
+                    "drafter has a part in: name tasks that generate text, and score these with lm-eval itself."
+                )
+            if getattr(task, "UNSAFE_CODE", False):
+                raise UserError(
+                    f"--tasks names {task.task_name}, which runs the code that a model wrote on this machine: name another task."
+                )
     spec, target = session.recipe.evaluate, session.target_in(session.recipe.evaluate.dtype)
     heads = load_heads(session.recipe, session.head_folder, target, session.warn)
     compared = session.original is not None
@@ -161,24 +174,6 @@ def measure_quality(session: Session, names: Sequence[str], limit: int | None, o
     about = {"target": asdict(target_info(alone, session.name_of(alone))), "settings": settings}
     write_json(output, {"schema_version": 1, **facts, **about, "scores": scores})
     Console().print(_table(scores))
-
-
-def check_tasks(manager: TaskManager, names: Sequence[str]) -> None:
-    """Raise UserError for tasks that lm-eval cannot load, whose answers are not generated, or that run what was generated."""
-    for name in names:
-        remedy = "`lm-eval ls tasks` lists the names, and a YAML file of your own goes by its path"
-        with foreign_code(f"--tasks names {name}, which lm-eval cannot load", remedy):
-            tasks = manager.load([name])["tasks"]
-        for task in tasks.values():
-            if task.OUTPUT_TYPE != "generate_until":
-                raise UserError(
-                    f"--tasks names {task.task_name}, whose answers are scored by their likelihood ({task.OUTPUT_TYPE}), which no "
-                    "drafter has a part in: name tasks that generate text, and score these with lm-eval itself."
-                )
-            if getattr(task, "UNSAFE_CODE", False):
-                raise UserError(
-                    f"--tasks names {task.task_name}, which runs the code that a model wrote on this machine: name another task."
-                )
 
 
 def _changing(ways: list[SystemUnderTest], sampling: Sampling) -> list[SystemUnderTest]:

@@ -51,20 +51,16 @@ def start_and_ask(
     context = longest + 2 * bundle.num_speculative_tokens + 1
     with TemporaryDirectory(prefix="draftsmith-verify-") as work:
         if engine == VLLM:
-            return _ask_vllm(export, bundle, home, target, Path(work), context)
+            speculative = speculation(bundle.layout, export, bundle.num_speculative_tokens)
+            if speculative is None and "speculators" not in bundle.layout:
+                raise UserError(
+                    f"vLLM is not started here on the layout {bundle.layout} of {export}: start it as its README says, and give verify its --url."
+                )
+            model = export.absolute() if speculative is None else target.absolute()
+            settings = VllmSettings(home, model, speculative, context, bundle.eos_ids)
+            run = run_vllm(settings, [prompt.request for prompt in bundle.prompts], Path(work))
+            return Answered(f"vLLM {run.version}", [_seen(within_text(answer)) for answer in run.answers[0.0]])
         return _ask_llama(export, bundle, home, target, Path(work), context, pre_tokenizer)
-
-
-def _ask_vllm(export: Path, bundle: Bundle, home: Path, target: Path, work: Path, context: int) -> Answered:
-    speculative = speculation(bundle.layout, export, bundle.num_speculative_tokens)
-    if speculative is None and "speculators" not in bundle.layout:
-        raise UserError(
-            f"vLLM is not started here on the layout {bundle.layout} of {export}: start it as its README says, and give verify its --url."
-        )
-    model = export.absolute() if speculative is None else target.absolute()
-    settings = VllmSettings(home, model, speculative, context, bundle.eos_ids)
-    run = run_vllm(settings, [prompt.request for prompt in bundle.prompts], work)
-    return Answered(f"vLLM {run.version}", [_seen(within_text(answer)) for answer in run.answers[0.0]])
 
 
 def _ask_llama(

@@ -181,28 +181,25 @@ def _take(
             "of these times."
         ) from error
     if learned:
-        say(_learned(name, one), kept=True)
+        assert one.baseline is not None
+        base = one.baseline
+        if base.low.within <= 0:
+            sees = f"a fall of {FALL:.0%} may never be seen: the first requests differ too much, so give more of them with --baseline"
+        else:
+            within = one.in_requests(base.low.within)
+            units = "intervals" if one.requests is None else "requests"
+            sees = f"a fall of {FALL:.0%} is seen within about {within:,.0f} {units}"
+            if within > WITHIN and base.low.within > 100:
+                sees += f", later than {WITHIN:,}: --baseline with more requests, or tags of slices, make that faster"
+        say(
+            f"{name}: the first {base.observations:,} {'intervals' if one.requests != one.observations else 'requests'} have tau {base.tau:.3f}, known "
+            f"to {base.tau - base.low.tau:.3f}; {sees}.",
+            kept=True,
+        )
         if warning := _beside(name, one, result):
             say(f"warning: {warning}")
     if one.alarm is not None and was is None and own.go_on:
         say(_alarm(name, one), kept=True)
-
-
-def _learned(name: str, one: Watched) -> str:
-    assert one.baseline is not None
-    base = one.baseline
-    if base.low.within <= 0:
-        sees = f"a fall of {FALL:.0%} may never be seen: the first requests differ too much, so give more of them with --baseline"
-    else:
-        within = one.in_requests(base.low.within)
-        units = "intervals" if one.requests is None else "requests"
-        sees = f"a fall of {FALL:.0%} is seen within about {within:,.0f} {units}"
-        if within > WITHIN and base.low.within > 100:
-            sees += f", later than {WITHIN:,}: --baseline with more requests, or tags of slices, make that faster"
-    return (
-        f"{name}: the first {base.observations:,} {'intervals' if one.requests != one.observations else 'requests'} have tau {base.tau:.3f}, known "
-        f"to {base.tau - base.low.tau:.3f}; {sees}."
-    )
 
 
 def _beside(name: str, one: Watched, result: "tuple[str, Measures, Result] | None") -> str:

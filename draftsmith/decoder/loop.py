@@ -131,7 +131,22 @@ class Loop:
         faults = (0 if answer.finish_reason else row.fault for answer, row in zip(self.rows, host_rows, strict=True))
         self._refuse(self.rows, draft, [*faults])
         depth, kept_B = self._commit(draft, verdict, host_rows)
-        self._emit(host_rows, verdict, tokens_BD)
+        if self.seen_BV is not None:
+            emitted_BD = tokens_BD.where(verdict.path_BD >= 0, verdict.next_B[:, None])
+            self.seen_BV = self.seen_BV.scatter(1, emitted_BD, True)
+        finished = len(self.finished)
+        for answer, row in zip(self.rows, host_rows, strict=True):
+            if answer.finish_reason:
+                continue
+            root = len(answer.output_ids) - 1
+            emitted = answer.emit(row.emitted, self.target.eos_ids)
+            answer.rounds.append(Round(root, row.drafted, min(emitted, row.accepted), row.levels))
+            if answer.finish_reason:
+                self.finished.append(answer)
+        if len(self.finished) > finished:
+            # Tokens accepted past the end are forgotten, so that a row that waits stays within its context.
+            self._set_ends()
+            self.cache.rollback(self._ends_B)
         self._set_state(verdict.next_B, state.keys_B, _new_tokens(draft, output, verdict, tokens_BD, depth, kept_B))
         self.passes += 1
         watch.lap("commit")
@@ -140,7 +155,17 @@ class Loop:
         """Admit waiting prompts to free rows, or shrink the batch where none wait; return whether any row is at work."""
         while free := [b for b, answer in enumerate(self.rows) if answer.finish_reason]:
             if not self.waiting:
-                return self._shrink(free)
+                active = sorted(set(range(len(self.rows))) - set(free))
+                if active and len(active) <= _SHRINK_FRACTION * len(self.rows):
+                    keep = torch.tensor(active, device=self.target.device)
+                    self.rows = [self.rows[b] for b in active]
+                    self.cache.select(keep)
+                    self.drafter.select(keep)
+                    self.state, self._ends_B = self.state.select(keep), self._ends_B[keep]
+                    self.state = replace(self.state, table=self._noise_table())
+                    self.seen_BV = None if self.seen_BV is None else self.seen_BV[keep]
+                    self.watch.lap("other")
+                return bool(active)
             if len(free) < min(int(len(self.rows) * _ADMISSION_FRACTION), len(self.waiting)):
                 return True
             admitted = free[: len(self.waiting)]
@@ -176,25 +201,6 @@ class Loop:
         self.cache.commit(draft, path_BD, kept_B)
         return depth, kept_B
 
-    def _emit(self, host_rows: Sequence[HostRow], verdict: Verdict, tokens_BD: Tensor) -> None:
-        """Append the emitted tokens to the answers, up to an end token or the limit, and note the round."""
-        if self.seen_BV is not None:
-            emitted_BD = tokens_BD.where(verdict.path_BD >= 0, verdict.next_B[:, None])
-            self.seen_BV = self.seen_BV.scatter(1, emitted_BD, True)
-        finished = len(self.finished)
-        for answer, row in zip(self.rows, host_rows, strict=True):
-            if answer.finish_reason:
-                continue
-            root = len(answer.output_ids) - 1
-            emitted = answer.emit(row.emitted, self.target.eos_ids)
-            answer.rounds.append(Round(root, row.drafted, min(emitted, row.accepted), row.levels))
-            if answer.finish_reason:
-                self.finished.append(answer)
-        if len(self.finished) > finished:
-            # Tokens accepted past the end are forgotten, so that a row that waits stays within its context.
-            self._set_ends()
-            self.cache.rollback(self._ends_B)
-
     def _set_state(self, root_B: Tensor, keys_B: Tensor, new_tokens: NewTokens) -> None:
         """Set what the next proposal reads."""
         active = [answer for answer in self.rows if not answer.finish_reason]
@@ -220,20 +226,6 @@ class Loop:
         """Upload where the rows end; once for each answer that begins or ends."""
         ends = [a.tokens_read + (0 if a.finish_reason else a.tokens_left) for a in self.rows]
         self._ends_B = upload(ends, self.target.device)
-
-    def _shrink(self, free: list[int]) -> bool:
-        """Drop the free rows if they are many; return whether any row is active."""
-        active = sorted(set(range(len(self.rows))) - set(free))
-        if active and len(active) <= _SHRINK_FRACTION * len(self.rows):
-            keep = torch.tensor(active, device=self.target.device)
-            self.rows = [self.rows[b] for b in active]
-            self.cache.select(keep)
-            self.drafter.select(keep)
-            self.state, self._ends_B = self.state.select(keep), self._ends_B[keep]
-            self.state = replace(self.state, table=self._noise_table())
-            self.seen_BV = None if self.seen_BV is None else self.seen_BV[keep]
-            self.watch.lap("other")
-        return bool(active)
 
     def _admit(self, rows: list[int]) -> None:
         """Prefill the prompts of `rows`, in groups of at most _TOKENS_PER_PASS tokens or one prompt."""

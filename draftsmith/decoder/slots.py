@@ -94,18 +94,15 @@ class Slots:
         G = keys_BShD.shape[2]
         keys, values = (x.transpose(1, 2)[:, :, : self._visible] for x in (keys_BShD, values_BShD))
         folded = q.view(B, n, G, heads // G, D).permute(0, 2, 3, 1, 4).reshape(B, G, -1, D)
-        out = F.scaled_dot_product_attention(folded, keys, values, self._mask(window, heads // G, q.dtype), scale=scale)
-        return out.view(B, G, heads // G, n, D).permute(0, 3, 1, 2, 4)
-
-    def _mask(self, window: int | None, shared: int, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the scores of the P * n queries of a head of keys, the same in every layer of a kind."""
+        # Added to the scores of the P * n queries of a head of keys: the same in every layer of a kind.
         if window not in self._masks:
             assert self._tree is not None
             sees = place_mask(self._cached_B, self._tree.ancestors_BNN, self._visible, self._tree.depth_BN, window)
-            added = torch.zeros(sees.shape, dtype=dtype, device=sees.device)
-            added = added.masked_fill(~sees, torch.finfo(dtype).min)
-            self._masks[window] = added.expand(-1, shared, -1, -1).reshape(len(added), 1, -1, self._visible)
-        return self._masks[window]
+            added = torch.zeros(sees.shape, dtype=q.dtype, device=sees.device)
+            added = added.masked_fill(~sees, torch.finfo(q.dtype).min)
+            self._masks[window] = added.expand(-1, heads // G, -1, -1).reshape(len(added), 1, -1, self._visible)
+        out = F.scaled_dot_product_attention(folded, keys, values, self._masks[window], scale=scale)
+        return out.view(B, G, heads // G, n, D).permute(0, 3, 1, 2, 4)
 
 
 def _flash_of(

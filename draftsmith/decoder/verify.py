@@ -198,7 +198,18 @@ def verify(
     if sampling.greedy:  # by either rule
         return _matching(draft, top1(logits_BNV)[1], fault_B)
     if typical is not None:
-        return _typical(draft, logits_BNV, sampling, typical, fault_B)
+        # The longest path of typical tokens, of equals the largest sum of log p; then the most likely token.
+        row = torch.arange(len(logits_BNV), device=logits_BNV.device)
+        p_BNV = probs(logits_BNV, sampling)
+        entropy_BN = torch.special.entr(p_BNV).sum(-1)
+        threshold_BN = (typical.delta * torch.exp(-entropy_BN)).clamp(max=typical.epsilon)
+        parent_BN = draft.parents_BN.clamp(min=0)
+        p_BN = p_BNV[row[:, None], parent_BN, draft.tokens_BN]
+        typical_BN = p_BN > threshold_BN.gather(1, parent_BN)
+        log_p_BN = torch.where(typical_BN, p_BN, 1.0).log().index_fill(1, row.new_zeros(1), 0.0)
+        score_BN = (log_p_BN[:, None] * draft.ancestors_BNN).sum(-1)
+        end = _deepest(draft, typical_BN, score_BN)
+        return Verdict(end.path_BD, end.accepted_B, p_BNV[row, end.node_B].argmax(-1), fault_B)
     if not draft.is_chain:
         return _sampled_tree(draft, logits_BNV, sampling, noise, fault_B)
     if draft.draft_probs_BMW is None or draft.tokens_BN.shape[1] == 1:
@@ -295,7 +306,13 @@ def _sampled_tree(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: N
         else:
             q_BW = draft.draft_probs_BMW[row, node_B.clamp(max=draft.draft_probs_BMW.shape[1] - 1)]
             most = nodes - 1 if draft.tree is None else draft.tree.most_children[depth - 1]
-            choice = accept_child(p_BV, q_BW, draft.vocab_W, _in_order(draft, child_BN, accept_BN, most))
+            # The children of each row, in the order of their numbers, each with its own uniform.
+            node_BC = child_BN.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+            padding_BC = numbers(0, most, child_BN.device) >= child_BN.sum(1)[:, None]
+            token_BC, uniform_BC = draft.tokens_BN.gather(1, node_BC), accept_BN.gather(1, node_BC)
+            choice = accept_child(
+                p_BV, q_BW, draft.vocab_W, Children(node_BC.masked_fill(padding_BC, -1), token_BC, uniform_BC)
+            )
             child_B, token_B = choice.child_B, draw(choice.p_BV, emit_BN[:, 0])
             fault_B = torch.where(choice.broken_B & (fault_B == 0), depth, fault_B)
         next_B = torch.where(walking_B, token_B, next_B)
@@ -306,29 +323,6 @@ def _sampled_tree(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: N
         path.append(child_B)
     path_BD = torch.stack(path, 1)
     return Verdict(path_BD, (path_BD >= 0).sum(1) - 1, next_B, fault_B)
-
-
-def _in_order(draft: Draft, child_BN: Tensor, uniform_BN: Tensor, most: int) -> Children:
-    """Collect each row's children `child_BN`, at most `most`, in the order of their numbers, each with its own uniform."""
-    node_BC = child_BN.int().argsort(dim=1, descending=True, stable=True)[:, :most]
-    padding_BC = numbers(0, most, child_BN.device) >= child_BN.sum(1)[:, None]
-    token_BC, uniform_BC = draft.tokens_BN.gather(1, node_BC), uniform_BN.gather(1, node_BC)
-    return Children(node_BC.masked_fill(padding_BC, -1), token_BC, uniform_BC)
-
-
-def _typical(draft: Draft, logits_BNV: Tensor, sampling: Sampling, rule: Typical, fault_B: Tensor) -> Verdict:
-    """Accept the longest path of typical tokens, of equals the largest sum of log p; then emit the argmax."""
-    row = torch.arange(len(logits_BNV), device=logits_BNV.device)
-    p_BNV = probs(logits_BNV, sampling)
-    entropy_BN = torch.special.entr(p_BNV).sum(-1)
-    threshold_BN = (rule.delta * torch.exp(-entropy_BN)).clamp(max=rule.epsilon)
-    parent_BN = draft.parents_BN.clamp(min=0)
-    p_BN = p_BNV[row[:, None], parent_BN, draft.tokens_BN]
-    typical_BN = p_BN > threshold_BN.gather(1, parent_BN)
-    log_p_BN = torch.where(typical_BN, p_BN, 1.0).log().index_fill(1, row.new_zeros(1), 0.0)
-    score_BN = (log_p_BN[:, None] * draft.ancestors_BNN).sum(-1)
-    end = _deepest(draft, typical_BN, score_BN)
-    return Verdict(end.path_BD, end.accepted_B, p_BNV[row, end.node_B].argmax(-1), fault_B)
 
 
 class _End(NamedTuple):

@@ -9,7 +9,6 @@ import textwrap
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from draftsmith.data.features.store import readable_bytes
 from draftsmith.errors import UserError, one_line
@@ -87,6 +86,10 @@ def describe(estimate: Estimate) -> list[str]:
     used, other = (f"stored: {stored}", f"online: {readable_time(online)} more training")
     used, other = (other, used) if recipe.features.source == "online" else (used, other)
     trained = _count(estimate.head.parameters)
+    stages, memory = stages_of(estimate), estimate.given.device.memory
+    whole = sum(stage.seconds for stage in stages)
+    shares = ", ".join(f"{stage.name} {stage.seconds / whole:.0%}" for stage in stages if stage.seconds)
+    disk, most = sum(stage.disk for stage in stages), max(stage.memory for stage in stages)
     return [
         *lines,
         f"hidden states {used}; if {other}",
@@ -96,7 +99,13 @@ def describe(estimate: Estimate) -> list[str]:
         f"(target {_size(estimate.train_target_bytes)}; {trained} trained parameters with {spec.optimizer} {_size(estimate.head_bytes)}; "
         f"activations and logits {_size(estimate.pass_bytes)}; batches at hand {_size(estimate.batch_bytes)})",
         _evaluation(estimate, one),
-        *_summary(estimate),
+        f"export: {_size(estimate.export_bytes)} on disk",
+        f"total: {readable_time(whole)} ({shares}), {_size(disk)} on disk, {_size(most)} in memory at once",
+        *(
+            f"does not fit: {stage.name} needs {_size(stage.memory)} of memory, and {estimate.given.device.name} has {_size(memory)}"
+            for stage in stages
+            if stage.memory > memory
+        ),
     ]
 
 
@@ -131,23 +140,6 @@ def _evaluation(estimate: Estimate, one: str) -> str:
         f"evaluation: {prompts}{uncounted}, {temperatures}, {repeats} of the target and {drafters}, "
         f"{readable_time(found.seconds)}{one} ({parts}) if no draft is slower than the target alone, {_size(estimate.evaluate_bytes)} in memory"
     )
-
-
-def _summary(estimate: Estimate) -> list[str]:
-    """Return lines with the size of the export, the whole, and what does not fit in memory."""
-    stages, memory = stages_of(estimate), estimate.given.device.memory
-    whole = sum(stage.seconds for stage in stages)
-    shares = ", ".join(f"{stage.name} {stage.seconds / whole:.0%}" for stage in stages if stage.seconds)
-    disk, most = sum(stage.disk for stage in stages), max(stage.memory for stage in stages)
-    return [
-        f"export: {_size(estimate.export_bytes)} on disk",
-        f"total: {readable_time(whole)} ({shares}), {_size(disk)} on disk, {_size(most)} in memory at once",
-        *(
-            f"does not fit: {stage.name} needs {_size(stage.memory)} of memory, and {estimate.given.device.name} has {_size(memory)}"
-            for stage in stages
-            if stage.memory > memory
-        ),
-    ]
 
 
 def foresee(estimate: Estimate, pilot: Path | None) -> list[str]:
@@ -228,19 +220,7 @@ def shorter(estimate: Estimate, estimate_of: Callable[[Recipe], Estimate]) -> li
     """
     whole = total_seconds(estimate)
     saved = []
-    for key, value in _changes(estimate):
-        section, name = key.split(".")
-        old = getattr(estimate.recipe, section)
-        other = replace(estimate.recipe, **{section: replace(old, **{name: value})})
-        seconds = whole - total_seconds(estimate_of(other))
-        text = f"{key} {json.dumps(getattr(old, name))} -> {json.dumps(value)}"
-        saved.append((seconds, f"shorter by {readable_time(seconds)} ({seconds / whole:.0%}): {text}"))
-    saved.sort(key=lambda one: -one[0])
-    return [text for seconds, text in saved if seconds >= LEAST_SHARE * whole][:MOST_LINES]
-
-
-def _changes(estimate: Estimate) -> list[tuple[str, Any]]:
-    """Return keys of the recipe, each with a value that asks for less: half, the least, or none of it."""
+    # Keys of the recipe, each with a value that asks for less: half, the least, or none of it.
     recipe, samples, prompts = estimate.recipe, estimate.samples // 2, max(estimate.prompts.values())
     answers, epochs, spec = recipe.answers, recipe.train.epochs, recipe.evaluate
     changes = [
@@ -256,4 +236,14 @@ def _changes(estimate: Estimate) -> list[tuple[str, Any]]:
         (spec.lossless and recipe.target.dtype != "float32", "evaluate.dtype", "float32"),
         (spec.generate, "evaluate.generate", False),
     ]
-    return [(key, value) for applies, key, value in changes if applies]
+    for applies, key, value in changes:
+        if not applies:
+            continue
+        section, name = key.split(".")
+        old = getattr(estimate.recipe, section)
+        other = replace(estimate.recipe, **{section: replace(old, **{name: value})})
+        seconds = whole - total_seconds(estimate_of(other))
+        text = f"{key} {json.dumps(getattr(old, name))} -> {json.dumps(value)}"
+        saved.append((seconds, f"shorter by {readable_time(seconds)} ({seconds / whole:.0%}): {text}"))
+    saved.sort(key=lambda one: -one[0])
+    return [text for seconds, text in saved if seconds >= LEAST_SHARE * whole][:MOST_LINES]

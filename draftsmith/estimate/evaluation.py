@@ -77,9 +77,16 @@ class EvaluationEstimate:
             once = sum(self.tokens() * self._token(way, self.spec.batch) + self._prefill for way in (None, *ways))
             found["decoding"] += self.spec.repeats * (once + generate * self.tokens(FEW) * self._token(None, 1))
             found["simulation"] += self._simulation(ways, 1 if temperature == 0 else self.spec.repeats)
-            found["costs"] += self._costs(ways)
+            # Passes of every size that a way may need, at the recipe's batch.
+            sizes = {1, *(nodes for way in ways for nodes in self._sizes(way))}
+            found["costs"] += (REPEATS + WARM_UP) * sum(self._round(nodes, self.spec.batch) for nodes in sizes)
             if self.spec.plan_batches and any(way.simulated for way in ways):
-                found["draft lengths"] = found.get("draft lengths", 0.0) + self._picks(ways)
+                # The target alone answers in large batches and every way is simulated; then the lengths take their
+                # turns.
+                spec, chain = self.spec, Way(1 + self.spec.num_speculative_tokens)
+                answers = self.tokens() * self._token(None, min(SIMULATED_BATCH, self.count)) + self._prefill
+                picks = spec.repeats * _PICKS * self.tokens(FEW) * self._token(chain, spec.batch)
+                found["draft lengths"] = found.get("draft lengths", 0.0) + answers + self._simulation(ways, 1) + picks
         return {name: seconds for name, seconds in found.items() if seconds}
 
     @property
@@ -131,18 +138,6 @@ class EvaluationEstimate:
     def _simulation(self, ways: list[Way], repeats: int) -> float:
         """A pass over every distinct text of every way that can be simulated."""
         return repeats * self._teacher * sum(way.simulated for way in ways)
-
-    def _picks(self, ways: list[Way]) -> float:
-        """The target alone answers in large batches and every way is simulated; then the lengths take their turns."""
-        spec, chain = self.spec, Way(1 + self.spec.num_speculative_tokens)
-        answers = self.tokens() * self._token(None, min(SIMULATED_BATCH, self.count)) + self._prefill
-        picks = spec.repeats * _PICKS * self.tokens(FEW) * self._token(chain, spec.batch)
-        return answers + self._simulation(ways, 1) + picks
-
-    def _costs(self, ways: list[Way]) -> float:
-        """Passes of every size that a way may need, at the recipe's batch."""
-        sizes = {1, *(nodes for way in ways for nodes in self._sizes(way))}
-        return (REPEATS + WARM_UP) * sum(self._round(nodes, self.spec.batch) for nodes in sizes)
 
     def _sizes(self, way: Way) -> range:
         return range(2, self.spec.max_k + 2) if way.chain else range(way.nodes, way.nodes + 1)

@@ -109,9 +109,27 @@ def parse_json(text: str | bytes, source: str, remedy: str, *, infinite: bool = 
     try:
         value = json.loads(text) if infinite else json.loads(text, parse_float=_finite, parse_constant=_finite)
         if text.count("[") + text.count("{") > MOST_DEPTH:
-            _check_depth(value)
+            # Level by level, as a tokenizer.json has a million values.
+            level = [value] if isinstance(value, list | dict) else []
+            for _ in range(MOST_DEPTH):
+                inside = [item for one in level for item in (one if isinstance(one, list) else one.values())]
+                level = [item for item in inside if isinstance(item, list | dict)]
+            if level:
+                raise RecursionError
         if _SUSPECT.search(text):
-            _check_values(value)
+            # At any depth, without recursion.
+            stack = [value]
+            while stack:
+                one = stack.pop()
+                if isinstance(one, list):
+                    stack.extend(one)
+                elif isinstance(one, dict):
+                    stack.extend((*one, *one.values()))
+                elif isinstance(one, str):
+                    if not is_text(one):
+                        raise ValueError("half a surrogate pair")
+                elif isinstance(one, int) and abs(one) >= 10**MOST_DIGITS:
+                    raise ValueError("digits")
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}" if "\n" in text.strip() else f"column {error.colno}"
         raise UserError(f"{source} is not JSON ({error.msg} at {where}): {remedy}.") from error
@@ -160,32 +178,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"the number {number}")
     return number
-
-
-def _check_depth(value: Any) -> None:
-    """Raise RecursionError for lists and objects nested too deep; level by level, as a tokenizer.json has a million values."""
-    level = [value] if isinstance(value, list | dict) else []
-    for _ in range(MOST_DEPTH):
-        inside = [item for one in level for item in (one if isinstance(one, list) else one.values())]
-        level = [item for item in inside if isinstance(item, list | dict)]
-    if level:
-        raise RecursionError
-
-
-def _check_values(value: Any) -> None:
-    """Raise ValueError for what no file of ours may hold, at any depth; without recursion."""
-    stack = [value]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, list):
-            stack.extend(one)
-        elif isinstance(one, dict):
-            stack.extend((*one, *one.values()))
-        elif isinstance(one, str):
-            if not is_text(one):
-                raise ValueError("half a surrogate pair")
-        elif isinstance(one, int) and abs(one) >= 10**MOST_DIGITS:
-            raise ValueError("digits")
 
 
 def _what(error: Exception) -> str:

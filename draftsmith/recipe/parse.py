@@ -137,20 +137,6 @@ def _check_texts(value: Any, key: str, source: str) -> None:
             parse_yaml(value, f"{source}: {key}", "give it another value")
 
 
-def _check_overrides(argv: Sequence[str], source: str) -> None:
-    """Raise UserError for words of the command line that are no values of a recipe's keys."""
-    for word, after in pairwise((*argv, "")):
-        if word.startswith("--"):
-            key, equals, value = word[2:].partition("=")
-            value = value if equals else after
-            # The parser would read a file of that name.
-            if key in _WHOLE and value and not value.startswith("--") and not value.lstrip().startswith("{"):
-                raise UserError(
-                    f"{source}{key} is {shown(value)}, but it is a section: set its keys, as in --{key}.KEY VALUE."
-                )
-            _check_texts(value, key, source.removesuffix(": "))
-
-
 def parse_recipe(
     argv: list[str], prog: str = "draftsmith train", description: str | None = None, options: Sequence[Option] = ()
 ) -> Recipe:
@@ -162,7 +148,17 @@ def parse_recipe(
     path = _option(argv, "--recipe")
     if path == "":
         raise UserError("--recipe is empty: name a file, or one of those that `draftsmith recipes` lists.")
-    _check_overrides(argv, _where(path))
+    source = _where(path)
+    for word, after in pairwise((*argv, "")):
+        if word.startswith("--"):
+            key, equals, value = word[2:].partition("=")
+            value = value if equals else after
+            # The parser would read a file of that name.
+            if key in _WHOLE and value and not value.startswith("--") and not value.lstrip().startswith("{"):
+                raise UserError(
+                    f"{source}{key} is {shown(value)}, but it is a section: set its keys, as in --{key}.KEY VALUE."
+                )
+            _check_texts(value, key, source.removesuffix(": "))
     content = _tidy(_where(path), load_yaml(path), get_type_hints(Recipe)) if path is not None else {}
     method = _option(argv, "--method") or content.get("method", "eagle3")
     names = method_names()

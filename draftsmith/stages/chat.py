@@ -68,7 +68,10 @@ class Chat:
         self.context = min(contexts) - self.way.drafter.num_speculative_tokens
         self.alone = Way(self.target, TargetAlone())
         self.console = Console()
-        self._warm_up()
+        # A few tokens both ways, as first passes are slow.
+        request = self._request([*self.begin, _user("Hello")], _WARM_UP_TOKENS)
+        for way in (self.way, self.alone):
+            decode_batch(way.target, way.drafter, [request], self.sampling, way.typical)
 
     def reset(self) -> None:
         """Forget all turns."""
@@ -148,12 +151,6 @@ class Chat:
         if answer.request.max_new_tokens < most:
             return f"; cut, as the context of {self.context} tokens is full: /reset begins anew"
         return f"; cut at evaluate.max_new_tokens ({most})"
-
-    def _warm_up(self) -> None:
-        """Write a few tokens both ways, as first passes are slow."""
-        request = self._request([*self.begin, _user("Hello")], _WARM_UP_TOKENS)
-        for way in (self.way, self.alone):
-            decode_batch(way.target, way.drafter, [request], self.sampling, way.typical)
 
 
 def converse(chat: Chat) -> None:

@@ -108,25 +108,21 @@ class Session:
             )
         own = {"path": path or self.target_path, "dtype": dtype, "device": self.device}
         if shared := self.recipe.target.shared:
-            self._check_shared()
+            recipe, processes = self.recipe, self.recipe.target.tensor_parallel
+            if find_method(recipe.method).needs_layers(recipe.head):
+                raise UserError(
+                    f"target.tensor_parallel is {processes}, but heads of method: {recipe.method} take the target's layers whole: set "
+                    "target.gpus in its place."
+                )
+            if world().size == 1:
+                raise UserError(
+                    f"target.tensor_parallel is {processes}, but this is one process: `draftsmith run`, `regenerate`, `extract`, `train` and "
+                    "`evaluate` take --launch or torchrun; for all else set target.gpus in its place."
+                )
             own["device"] = torch.device(self.device).type  # the GPU of this process
         target = draftsmith.load_target(**asdict(self.recipe.target) | own)
         self._tell_context(target)
         return SharedTarget(target, final_norm_weight(target), team().tell) if shared else target
-
-    def _check_shared(self) -> None:
-        """Raise UserError for a head that needs the target's layers as they are, which are split."""
-        recipe, processes = self.recipe, self.recipe.target.tensor_parallel
-        if find_method(recipe.method).needs_layers(recipe.head):
-            raise UserError(
-                f"target.tensor_parallel is {processes}, but heads of method: {recipe.method} take the target's layers whole: set "
-                "target.gpus in its place."
-            )
-        if world().size == 1:
-            raise UserError(
-                f"target.tensor_parallel is {processes}, but this is one process: `draftsmith run`, `regenerate`, `extract`, `train` and "
-                "`evaluate` take --launch or torchrun; for all else set target.gpus in its place."
-            )
 
     def share_target(self) -> None:
         """Load a target that processes share, which all of them do at once. Then one alone may look at it, but for passes."""

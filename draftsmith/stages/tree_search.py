@@ -108,7 +108,19 @@ def search_tree(session: Session, nodes: int | None, temperature: float | None, 
             "costs": {"batch": rows, "context": len(context_ids), **costs.facts},
         },
     )
-    Console().print(_table(budgets, chosen, published))
+    # What trees cost and bring: the largest one, some of the others, and those that are marked.
+    table = Table(title="Trees by size: accepted length, ms per round, and speedup", title_justify="left")
+    for column, name in enumerate(("", "nodes", "depth", "τ", "held back", "verify", "draft", "speedup")):
+        table.add_column(name, justify="left" if column == 0 else "right", no_wrap=True)
+    marks = {fastest(budgets).nodes: "fastest"} | {chosen.nodes: "saved"}
+    for budget in budgets:
+        if budget.nodes in marks or budget.nodes in _SHOWN or budget is budgets[-1]:
+            style = "bold" if budget is chosen else None
+            table.add_row(marks.get(budget.nodes, ""), *_cells(budget), style=style)
+    table.add_section()
+    for name, budget in published.items():
+        table.add_row(name, *_cells(budget))
+    Console().print(table)
     if round(chosen.speedup, 2) < 1:
         say(
             f"warning: with this tree the target is slower than alone ({chosen.speedup:.2f}x) on this machine: train the head for longer, "
@@ -275,22 +287,6 @@ def _facts(budget: Budget) -> dict[str, Any]:
         "draft_ms": round(budget.draft_ms, 4),
         "speedup": round(budget.speedup, 4),
     }
-
-
-def _table(budgets: Sequence[Budget], chosen: Budget, published: dict[str, Budget]) -> Table:
-    """What trees cost and bring: the largest one, some of the others, and those that are marked."""
-    table = Table(title="Trees by size: accepted length, ms per round, and speedup", title_justify="left")
-    for column, name in enumerate(("", "nodes", "depth", "τ", "held back", "verify", "draft", "speedup")):
-        table.add_column(name, justify="left" if column == 0 else "right", no_wrap=True)
-    marks = {fastest(budgets).nodes: "fastest"} | {chosen.nodes: "saved"}
-    for budget in budgets:
-        if budget.nodes in marks or budget.nodes in _SHOWN or budget is budgets[-1]:
-            style = "bold" if budget is chosen else None
-            table.add_row(marks.get(budget.nodes, ""), *_cells(budget), style=style)
-    table.add_section()
-    for name, budget in published.items():
-        table.add_row(name, *_cells(budget))
-    return table
 
 
 def _cells(budget: Budget) -> list[str]:

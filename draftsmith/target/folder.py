@@ -148,7 +148,12 @@ def hash_tokenizer(folder: Path) -> str | None:
         names = {key: _token(folder, config, key) for key in ("bos_token", "eos_token")}
         if fast := read_object(folder / "tokenizer.json"):
             added = sorted(fast.get("added_tokens") or [], key=lambda token: token.get("id", 0))
-            parts = [_plain_model(fast.get("model") or {}), added, fast.get("normalizer"), fast.get("pre_tokenizer")]
+            # Without switches that are off.
+            plain = {key: value for key, value in (fast.get("model") or {}).items() if value not in (None, False, "")}
+            if "merges" in plain:
+                pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in plain["merges"])
+                plain["merges"] = ["\0".join(pair) for pair in pairs]  # one text each: hashed in half the time
+            parts = [plain, added, fast.get("normalizer"), fast.get("pre_tokenizer")]
             return f"tokenizer.json:{hash_json([names, parts])}"
         added = [read_json(folder / "added_tokens.json"), config.get("added_tokens_decoder")]
         if (model := folder / "tokenizer.model").is_file():
@@ -165,15 +170,6 @@ def _token(folder: Path, config: dict[str, Any], key: str) -> Any:
     """Return the text of a named token, which is stored as it is or as an object."""
     value = config.get(key, read_object(folder / "special_tokens_map.json").get(key))
     return value.get("content") if isinstance(value, dict) else value
-
-
-def _plain_model(model: dict[str, Any]) -> dict[str, Any]:
-    """Return the model of a tokenizer.json without switches that are off, and each merge as one text."""
-    plain = {key: value for key, value in model.items() if value not in (None, False, "")}
-    if "merges" in plain:
-        pairs = (pair.split(" ", 1) if isinstance(pair, str) else pair for pair in plain["merges"])
-        plain["merges"] = ["\0".join(pair) for pair in pairs]  # one text each: hashed in half the time
-    return plain
 
 
 def hash_chat_template(folder: Path) -> str | None:

@@ -227,23 +227,9 @@ def _write_model(target: GgufTarget, folder: Path) -> None:
         )
         tokenizer = AutoTokenizer.from_pretrained(**where)
     model.config.rope_parameters = _rope(target, model.config)
-    _check_complete(target, model, info["missing_keys"])
-    _split_digits(target, tokenizer)
-    # Else `save_pretrained` refuses a model that was quantized.
-    model.hf_quantizer = None
-    del model.config.quantization_config
-    if target.eos_ids:
-        known = model.generation_config.eos_token_id  # of some architectures, more than the file says
-        model.generation_config.eos_token_id = sorted({*target.eos_ids, *(known if isinstance(known, list) else [])})
-    model.to(_narrowest(model)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    record = {"identity": target.identity.to_json(), "contents": describe_contents(folder)}
-    write_json(folder / SOURCE, record)
-
-
-def _check_complete(target: GgufTarget, model: Any, missing: set[str]) -> None:
-    """Raise UserError unless each number of the file is one of the model, and the reverse: transformers passes over tensors that it
-    does not know, and draws at random what it lacks."""
+    # Each number of the file is one of the model, and the reverse: transformers passes over tensors that it does not
+    # know, and draws at random what it lacks.
+    missing = info["missing_keys"]
     if missing:
         raise UserError(f"The target {target.path} has no weights for {min(missing)}: {AGAIN}, or {_OTHER}.")
     unused = {_ROPE, *([_PROJECTION] if model.config.tie_word_embeddings else [])}
@@ -254,6 +240,22 @@ def _check_complete(target: GgufTarget, model: Any, missing: set[str]) -> None:
             f"The target {target.path} holds {stored} weights, of which transformers {transformers.__version__} reads {read}: "
             f"{_OTHER}."
         )
+    _split_digits(target, tokenizer)
+    # Else `save_pretrained` refuses a model that was quantized.
+    model.hf_quantizer = None
+    del model.config.quantization_config
+    if target.eos_ids:
+        known = model.generation_config.eos_token_id  # of some architectures, more than the file says
+        model.generation_config.eos_token_id = sorted({*target.eos_ids, *(known if isinstance(known, list) else [])})
+    # The narrowest dtype that holds every weight exactly.
+    tensors = list(model.state_dict().values())
+    exact = (torch.bfloat16, torch.float16)
+    model.to(
+        next((d for d in exact if all(torch.equal(t.to(d).float(), t) for t in tensors)), torch.float32)
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    record = {"identity": target.identity.to_json(), "contents": describe_contents(folder)}
+    write_json(folder / SOURCE, record)
 
 
 def _rope(target: GgufTarget, config: Any) -> Any:
@@ -317,10 +319,3 @@ def _split_digits(target: GgufTarget, tokenizer: Any) -> None:
             f"warning: {target.path} splits text as {kind!r}, which is not known here: it is split as GPT-2 does, so that some "
             "texts may be other tokens than in llama.cpp: compare its llama-tokenize with `draftsmith inspect`."
         )
-
-
-def _narrowest(model: Any) -> torch.dtype:
-    """Return the narrowest dtype that holds every weight exactly."""
-    tensors = list(model.state_dict().values())
-    exact = (torch.bfloat16, torch.float16)
-    return next((d for d in exact if all(torch.equal(t.to(d).float(), t) for t in tensors)), torch.float32)

@@ -76,7 +76,12 @@ class PlainPass:
                 streams[number] = (x.clone() if x.is_cuda else x).view(shape)
             q, k, v = at.heads(_norm(x, at.layer.input_layernorm).view(shape), rotation)
             x = _plus(x, attend(number, at.kind, at.attention, q, k, v), at.attention.o_proj)
-            x = _plus(x, at.widened(_norm(x, at.layer.post_attention_layernorm)), at.mlp.down_proj)
+            h = _norm(x, at.layer.post_attention_layernorm)
+            if at.gate_up is None:
+                gate, up = _times(h, at.mlp.gate_proj), _times(h, at.mlp.up_proj)
+            else:
+                gate, up = F.linear(h, at.gate_up).chunk(2, -1)
+            x = _plus(x, at.mlp.act_fn(gate) * up, at.mlp.down_proj)
         return streams, _norm(x, self._decoder.norm).view(shape)
 
     def masked(self, attention_mask: Tensor | dict[str, Tensor], cache: Any) -> Attend:
@@ -135,14 +140,6 @@ class _Layer:
             q, k = _norm(q, self.attention.q_norm), _norm(k, self.attention.k_norm)
         q, k = _rotated(torch.cat((q, k), 2), rotation).split((q.shape[2], k.shape[2]), 2)
         return q, k, v
-
-    def widened(self, h: Tensor) -> Tensor:
-        """Return what the MLP's last product takes."""
-        if self.gate_up is None:
-            gate, up = _times(h, self.mlp.gate_proj), _times(h, self.mlp.up_proj)
-        else:
-            gate, up = F.linear(h, self.gate_up).chunk(2, -1)
-        return self.mlp.act_fn(gate) * up
 
 
 @torch.no_grad()

@@ -79,7 +79,14 @@ class TunedTarget:
         self.layers = nn.Module()
         for name, module in self.model.get_base_model().named_modules():
             if isinstance(module, LoraLayer):
-                _add(self.layers, name.removeprefix("model."), module)
+                tree = self.layers
+                for part in name.removeprefix("model.").split("."):
+                    if not hasattr(tree, part):
+                        tree.add_module(part, nn.Module())
+                    tree = tree.get_submodule(part)
+                tree.add_module("lora_A", module.lora_A[_ADAPTER])
+                tree.add_module("lora_B", module.lora_B[_ADAPTER])
+                tree.add_module("dropout", module.lora_dropout[_ADAPTER])
 
     def states(self, batch: TrainBatch, passes: Sequence[Pass], seed: int | None) -> Tensor:
         """Return the tuned target's post-final-norm states [B, L, H] of packed documents, see `read_documents`. seed: what dropout
@@ -239,17 +246,6 @@ def _of_experts(name: str, model: Any) -> bool:
     except ValueError:  # one of several that were fused into one
         return True
     return name not in config.target_modules
-
-
-def _add(tree: nn.Module, name: str, layer: Any) -> None:
-    """Put the adapter's parts of a layer into `tree` under the layer's name."""
-    for part in name.split("."):
-        if not hasattr(tree, part):
-            tree.add_module(part, nn.Module())
-        tree = tree.get_submodule(part)
-    tree.add_module("lora_A", layer.lora_A[_ADAPTER])
-    tree.add_module("lora_B", layer.lora_B[_ADAPTER])
-    tree.add_module("dropout", layer.lora_dropout[_ADAPTER])
 
 
 def _change(layer: Any, x: Tensor) -> Tensor:

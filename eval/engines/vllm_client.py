@@ -79,7 +79,15 @@ def run_vllm(settings: VllmSettings, requests: Sequence[Request], folder: Path) 
         for temperature, entries in answered["answers"].items()
     }
     run = VllmRun(answered["version"], answers, answered["counters"])
-    _check_counters(run)
+    # The runner saw what vLLM's own counters say.
+    rounds = [r for answers in run.answers.values() for a in answers for r in a.rounds if r.drafted]
+    seen = {
+        "vllm:spec_decode_num_drafts": len(rounds),
+        "vllm:spec_decode_num_draft_tokens": sum(len(r.drafted) for r in rounds),
+        "vllm:spec_decode_num_accepted_tokens": sum(r.accepted for r in rounds),
+    }
+    for name, value in run.counters.items():
+        assert seen.get(name, value) == value, f"{name}: the runner saw {seen[name]}, vLLM counts {value}"
     return run
 
 
@@ -105,18 +113,6 @@ def _answer(entry: dict[str, Any]) -> EngineAnswer:
     # The first step reads the prompt and has no draft.
     rounds = [EngineRound(tuple(r["drafted"]), len(r["sampled"]) - 1) for r in entry["rounds"][1:]]
     return EngineAnswer(entry["id"], tuple(entry["ids"]), tuple(rounds))
-
-
-def _check_counters(run: VllmRun) -> None:
-    """Assert that the runner saw what vLLM's own counters say."""
-    rounds = [r for answers in run.answers.values() for a in answers for r in a.rounds if r.drafted]
-    seen = {
-        "vllm:spec_decode_num_drafts": len(rounds),
-        "vllm:spec_decode_num_draft_tokens": sum(len(r.drafted) for r in rounds),
-        "vllm:spec_decode_num_accepted_tokens": sum(r.accepted for r in rounds),
-    }
-    for name, value in run.counters.items():
-        assert seen.get(name, value) == value, f"{name}: the runner saw {seen[name]}, vLLM counts {value}"
 
 
 def _last_error(log: Path) -> str:

@@ -102,7 +102,18 @@ def compare_results(
     files: what messages call the two. Raises UserError for results of other settings or prompts, and for a pair that names no
     drafter of each.
     """
-    _refuse_unlike(old, new, files)
+
+    def facts(result: Result) -> dict[str, object]:
+        s = result.settings
+        return {"temperature": s.temperature, **s.filters, "dtype": s.dtype}
+
+    ours, theirs = facts(old), facts(new)
+    unlike = [f"{key} {_shown(ours[key])} and {_shown(theirs[key])}" for key in ours if ours[key] != theirs[key]]
+    if unlike:
+        raise UserError(
+            f"{files[0]} and {files[1]} cannot be compared, as they were measured with other settings: {', '.join(unlike)}; evaluate "
+            "one of them again with the settings of the other."
+        )
     _refuse_other_prompts(old, new, files)
     names = _match(old, new, files, pairs)
     timed = _machine(old) == _machine(new)
@@ -127,22 +138,6 @@ def _side(result: Result) -> str:
     run = recipe.get("output_dir") or recipe.get("name")
     of = (head and f"head {head[1]}", run and f"run {run}", result.date[:10])
     return ", ".join([*filter(None, of), f"temperature {result.settings.temperature:g}"])
-
-
-def _refuse_unlike(old: Result, new: Result, files: tuple[str, str]) -> None:
-    """Raise UserError where acceptance was measured with other settings."""
-
-    def facts(result: Result) -> dict[str, object]:
-        s = result.settings
-        return {"temperature": s.temperature, **s.filters, "dtype": s.dtype}
-
-    ours, theirs = facts(old), facts(new)
-    unlike = [f"{key} {_shown(ours[key])} and {_shown(theirs[key])}" for key in ours if ours[key] != theirs[key]]
-    if unlike:
-        raise UserError(
-            f"{files[0]} and {files[1]} cannot be compared, as they were measured with other settings: {', '.join(unlike)}; evaluate "
-            "one of them again with the settings of the other."
-        )
 
 
 def _shown(value: object) -> str:

@@ -137,7 +137,17 @@ def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]
     """
     checks = []
     for threshold in thresholds:
-        systems = _systems(results, threshold)
+        _expect(threshold, "temperature", threshold.temperature, [r.settings.temperature for r in results.values()])
+        names = [
+            (source, name)
+            for source, result in results.items()
+            for name in result.drafters
+            if threshold.temperature in (None, result.settings.temperature)
+        ]
+        _expect(threshold, "drafter", threshold.drafter, [name for _, name in names])
+        systems = [(source, name) for source, name in names if threshold.drafter in (None, name)]
+        if not systems:
+            raise UserError(f"--fail-under {threshold.text}: the results hold no drafter to check; evaluate one first.")
         for source, drafter in systems:
             result = results[source]
             system = result.drafters[drafter]
@@ -153,22 +163,6 @@ def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]
             heat, setting = result.settings.temperature, _setting(result)
             checks.append(ThresholdCheck(threshold, drafter, heat, setting, source, measured))
     return checks
-
-
-def _systems(results: Mapping[str, Result], threshold: Threshold) -> list[tuple[str, str]]:
-    """Return (result's name, drafter) of everything that the threshold applies to."""
-    _expect(threshold, "temperature", threshold.temperature, [r.settings.temperature for r in results.values()])
-    names = [
-        (source, name)
-        for source, result in results.items()
-        for name in result.drafters
-        if threshold.temperature in (None, result.settings.temperature)
-    ]
-    _expect(threshold, "drafter", threshold.drafter, [name for _, name in names])
-    systems = [(source, name) for source, name in names if threshold.drafter in (None, name)]
-    if not systems:
-        raise UserError(f"--fail-under {threshold.text}: the results hold no drafter to check; evaluate one first.")
-    return systems
 
 
 def _split(text: str) -> list[str]:

@@ -63,7 +63,15 @@ class AskedServer(ModelServer):
                 return replace(seen, rounds=tuple(EngineRound((UNSEEN,) * drafted, kept) for drafted, kept in pairs))
             if counts is not None and counts.drafted is not None:
                 return replace(seen, drafted=int(counts.drafted), accepted=int(counts.accepted))
-        after = self._settled(before)
+        # They are read until they no longer move.
+        deadline, last = time.monotonic() + _SETTLES, None
+        while (
+            (after := self._counters()) is not None
+            and time.monotonic() < deadline
+            and (after == before or after != last)
+        ):
+            last = after
+            time.sleep(0.1)
         if before is None or after is None:
             raise UserError(
                 f"{self.url} tells nothing of its drafts, neither with an answer nor at /metrics: start it with --per-request-spec-decode-metrics summary "
@@ -118,11 +126,3 @@ class AskedServer(ModelServer):
             return None
         drafted, accepted = self.sums(page, _COUNTED)
         return drafted, accepted
-
-    def _settled(self, before: tuple[float, float] | None) -> tuple[float, float] | None:
-        """Return the counters once they no longer move."""
-        deadline, last = time.monotonic() + _SETTLES, None
-        while (now := self._counters()) is not None and time.monotonic() < deadline and (now == before or now != last):
-            last = now
-            time.sleep(0.1)
-        return now

@@ -82,10 +82,18 @@ def context(view: View) -> Section:
     tables = [_group_table(past, "training_split", view, [OVERALL], columns)]
     names = _context_names(view)
     if len(names) > 1:
+        rows = [
+            (system.label, group.name, group.alpha_at or group.alpha_at_simulated or ())
+            for system, m in view.measured(OVERALL)
+            for group in m.contexts or ()
+        ]
+        width = max((len(alphas) for *_, alphas in rows), default=0)
+        caption = "Conditional acceptance α of each draft position by tokens before the draft"
+        cells = tuple(Row((label, name, *map(percent, _pad(alphas, width)))) for label, name, alphas in rows if alphas)
         tables = [
             _group_table(by, "contexts", view, [OVERALL], columns),
             _group_table(f"{by}, per slice", "contexts", view, slices, ("slice", *columns), folded=True),
-            _alpha_table(view, columns),
+            Table(caption, (*columns, *(str(k + 1) for k in range(width))), cells, heads=2, folded=True),
             *tables,
         ]
     scopes, parts = view.slices if len(slices) > 1 else [OVERALL], ("slice", "system", "part")
@@ -160,19 +168,6 @@ def _group_cells(group: Group) -> tuple[str, str, str, str]:
     decoded = between(number(group.tau), group.interval, number)
     simulated = between(number(group.tau_simulated), group.interval_simulated, number)
     return whole(group.rounds), decoded, number(group.rounds_simulated, 0), simulated
-
-
-def _alpha_table(view: View, columns: tuple[str, ...]) -> Table:
-    """List the conditional acceptance of each draft position by the tokens before the draft."""
-    rows = [
-        (system.label, group.name, group.alpha_at or group.alpha_at_simulated or ())
-        for system, m in view.measured(OVERALL)
-        for group in m.contexts or ()
-    ]
-    width = max((len(alphas) for *_, alphas in rows), default=0)
-    caption = "Conditional acceptance α of each draft position by tokens before the draft"
-    cells = tuple(Row((label, name, *map(percent, _pad(alphas, width)))) for label, name, alphas in rows if alphas)
-    return Table(caption, (*columns, *(str(k + 1) for k in range(width))), cells, heads=2, folded=True)
 
 
 def sweep(view: View) -> Section:

@@ -112,7 +112,14 @@ def section(view: View) -> Section:
         else describe_rules(decision.rules)
     )
     if decision.checks:
-        tables.append(_checks(decision))
+        rows = []
+        for c in decision.checks:
+            speeds = (times(c.predicted), between(times(c.measured), c.spread, times), percent(c.difference))
+            draft = f"{c.drafter}, K = {c.num_speculative_tokens}"
+            rows.append(Row((draft, f"T={c.temperature:g}", *speeds, "yes" if c.holds else "no")))
+        caption = "Predicted against measured, for the best draft, its neighbours and the decoded draft length"
+        columns = ("draft", "temperature", "predicted", "measured", "difference", "within 5% or the spread")
+        tables.append(Table(caption, columns, tuple(rows), heads=2, folded=True))
     return Section("plan", "What to deploy", about, tables=tuple(tables), notes=tuple(rules))
 
 
@@ -165,14 +172,3 @@ def _best(decision: Decision, cell: Cell) -> tuple[str, ...]:
         shown = (best.drafter, str(best.num_speculative_tokens), times(best.speedup), significant(cell.tok_s(best)))
     prices = tuple(map(significant, price)) if decision.price_per_hour is not None else ()
     return (*shown, significant(cell.alone_tok_s), *prices)
-
-
-def _checks(decision: Decision) -> Table:
-    rows = []
-    for c in decision.checks:
-        speeds = (times(c.predicted), between(times(c.measured), c.spread, times), percent(c.difference))
-        draft = f"{c.drafter}, K = {c.num_speculative_tokens}"
-        rows.append(Row((draft, f"T={c.temperature:g}", *speeds, "yes" if c.holds else "no")))
-    caption = "Predicted against measured, for the best draft, its neighbours and the decoded draft length"
-    columns = ("draft", "temperature", "predicted", "measured", "difference", "within 5% or the spread")
-    return Table(caption, columns, tuple(rows), heads=2, folded=True)

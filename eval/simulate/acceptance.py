@@ -125,7 +125,12 @@ def _follow_tree(
     """
     ids, steps = batch.ids.flatten(), output.steps[: tree.depth]
     _, off_text = text_probs(batch, target_head, output.steps[0].rows + 1, sampling)
-    child_NR = _children(tree, ids.device)
+    # The child of a node at a rank [N + 1, ranks + 1], -1 for none. The last column stands for "not among the ranks",
+    # the last row for "off the tree" (-1).
+    shape = tree.on(ids.device)
+    child_NR = torch.full((len(shape.parents_N) + 1, tree.ranks + 1), -1, device=ids.device)
+    nodes = torch.arange(1, len(shape.parents_N), device=ids.device)
+    child_NR[shape.parents_N[1:], shape.rank_N[1:]] = nodes
     ranks = token_ranks(HeadOutput(steps), batch, draft_vocab_W, tree.ranks).flatten(0, 1).long()
     node = torch.zeros_like(ids)
     c = torch.full((len(ids), len(steps)), torch.nan, dtype=torch.float64, device=ids.device)
@@ -149,16 +154,6 @@ def token_ranks(output: HeadOutput, batch: TrainBatch, draft_vocab_W: Tensor | N
             rank_R = torch.where(hit_RM.any(1), hit_RM.int().argmax(1), most)
             ranks[at, step.offset] = rank_R.to(ranks.dtype)
     return ranks.view(*batch.ids.shape, -1)
-
-
-def _children(tree: StaticTree, device: torch.device) -> Tensor:
-    """Return the table [N + 1, ranks + 1] of the child of a node at a rank, -1 for none. Its last column stands for "not
-    among the ranks", its last row for "off the tree" (-1)."""
-    shape = tree.on(device)
-    child_NR = torch.full((len(shape.parents_N) + 1, tree.ranks + 1), -1, device=device)
-    nodes = torch.arange(1, len(shape.parents_N), device=device)
-    child_NR[shape.parents_N[1:], shape.rank_N[1:]] = nodes
-    return child_NR
 
 
 def text_probs(batch: TrainBatch, target_head: TargetHead, positions: Tensor, sampling: Sampling) -> _TextProbs:

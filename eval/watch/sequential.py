@@ -75,7 +75,12 @@ def learn(rounds: Array, tokens: Array, days: float, share: float) -> Baseline:
     low, high = (float(one) for one in np.quantile(excess, (_TAIL, 1 - _TAIL)))
     clipped = excess.clip(low, high)
     centre, deviation = float(clipped.mean()), max(float(clipped.std()), 1e-9 * float(tokens.mean()))
-    clumping = _clumping(clipped - centre)
+    # The largest variance of sums of 2, 4, 8, ... neighbours, over that of as many independent ones; at least 1.
+    deviations = clipped - centre
+    variance, clumping, size = float((deviations**2).mean()), 1.0, 2
+    while variance and len(deviations) // size >= _BLOCKS:
+        sums = deviations[: len(deviations) // size * size].reshape(-1, size).sum(1)
+        clumping, size = max(clumping, float((sums**2).mean()) / (size * variance)), 2 * size
     error = NormalDist().inv_cdf(1 - ONCE * share / 2) * deviation * (clumping / len(rounds)) ** 0.5 / rounds.mean()
     start = days / len(rounds)
 
@@ -109,15 +114,6 @@ def gain(size: float, scores: Array, clumping: float) -> Array:
 def limit(share: float) -> float:
     """Return the evidence at which a side raises its alarm."""
     return 2 / (DAILY * share)
-
-
-def _clumping(deviations: Array) -> float:
-    """Return the largest variance of sums of 2, 4, 8, ... neighbours, over that of as many independent ones; at least 1."""
-    variance, found, size = float((deviations**2).mean()), 1.0, 2
-    while variance and len(deviations) // size >= _BLOCKS:
-        sums = deviations[: len(deviations) // size * size].reshape(-1, size).sum(1)
-        found, size = max(found, float((sums**2).mean()) / (size * variance)), 2 * size
-    return found
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,25 @@ def starting_point(options: DraftLmOptions, target: Target) -> Start:
     if options.init_from is not None:
         return _from_model(options.init_from, target)
     assert options.layers_from_target is not None
-    return _from_target(options.layers_from_target, target)
+    # Copies of some of the target's layers, in fp32, renumbered, between its ends.
+    if not 0 <= options.layers_from_target[0] <= options.layers_from_target[-1] < target.num_layers:
+        raise UserError(
+            f"head.layers_from_target is {options.layers_from_target}, but the target {target.path} has {target.num_layers} layers: choose from "
+            f"0 to {target.num_layers - 1}."
+        )
+    what = f"head.layers_from_target: the target {target.path}"
+    config = read_llama(target.config, what, "start from scratch, or name a small model in head.init_from")
+    config.num_hidden_layers = len(options.layers_from_target)
+    new_number = {str(layer): str(number) for number, layer in enumerate(options.layers_from_target)}
+    tensors = {}
+    for name, value in target.model.state_dict().items():
+        parts = name.split(".")
+        if parts[:2] == ["model", "layers"]:
+            if parts[2] not in new_number:
+                continue
+            parts[2] = new_number[parts[2]]
+        tensors[".".join(parts)] = value.detach().float().clone()
+    return config, drop_tied(config, tensors)
 
 
 def read_llama(config: Any, name: str, remedy: str) -> LlamaConfig:
@@ -139,25 +157,3 @@ def _from_model(path: str, target: Target) -> Start:
     except UserError as error:
         raise UserError(f"head.init_from names a model that cannot be a draft for the target: {error}") from error
     return config, drop_tied(config, opened.model.state_dict())
-
-
-def _from_target(layers: list[int], target: Target) -> Start:
-    """Copies of some of the target's layers, in fp32, renumbered, between its ends."""
-    if not 0 <= layers[0] <= layers[-1] < target.num_layers:
-        raise UserError(
-            f"head.layers_from_target is {layers}, but the target {target.path} has {target.num_layers} layers: choose from "
-            f"0 to {target.num_layers - 1}."
-        )
-    what = f"head.layers_from_target: the target {target.path}"
-    config = read_llama(target.config, what, "start from scratch, or name a small model in head.init_from")
-    config.num_hidden_layers = len(layers)
-    new_number = {str(layer): str(number) for number, layer in enumerate(layers)}
-    tensors = {}
-    for name, value in target.model.state_dict().items():
-        parts = name.split(".")
-        if parts[:2] == ["model", "layers"]:
-            if parts[2] not in new_number:
-                continue
-            parts[2] = new_number[parts[2]]
-        tensors[".".join(parts)] = value.detach().float().clone()
-    return config, drop_tied(config, tensors)

@@ -41,7 +41,15 @@ class EagleDrafter(CachedDrafter):
             return self._chain(state, out_BH, depth)
         if isinstance(self.tree, StaticTree):
             return self._static(state, out_BH, self.tree, depth)
-        return self._dynamic(state, out_BH, self.tree, depth)
+        out_BmH, beam = out_BH[:, None], start_beam(self.tree, state.root_B, state.limit_B)
+        for level in range(depth):
+            beam = beam.extend(self.head.logits(out_BmH), self.head.target_ids)
+            if level + 1 < depth:
+                hidden_BmH = self.head.feedback(out_BmH).gather(
+                    1, beam.parent_Bm[..., None].expand(-1, -1, out_BmH.shape[-1])
+                )
+                out_BmH = self._grow(beam.tokens_Bm, hidden_BmH, level, beam.ancestors_BmT)
+        return beam.draft()
 
     def _chain(self, state: DecodeState, out_BH: Tensor, depth: int) -> Draft:
         def next_logits(k: int, tokens_B: Tensor) -> Tensor:
@@ -66,18 +74,6 @@ class EagleDrafter(CachedDrafter):
             return self.head.logits(out_BmH)
 
         return grow_tree(state, out_BH, self.head, whole, depth, logits, run, drawn=self.drawn)
-
-    def _dynamic(self, state: DecodeState, out_BH: Tensor, tree: DynamicTree, depth: int) -> Draft:
-        """Grow a beam, then keep the best nodes of all levels."""
-        out_BmH, beam = out_BH[:, None], start_beam(tree, state.root_B, state.limit_B)
-        for level in range(depth):
-            beam = beam.extend(self.head.logits(out_BmH), self.head.target_ids)
-            if level + 1 < depth:
-                hidden_BmH = self.head.feedback(out_BmH).gather(
-                    1, beam.parent_Bm[..., None].expand(-1, -1, out_BmH.shape[-1])
-                )
-                out_BmH = self._grow(beam.tokens_Bm, hidden_BmH, level, beam.ancestors_BmT)
-        return beam.draft()
 
     def run(self, new_tokens: NewTokens) -> Tensor:
         hidden_BnH = self.head.initial_hidden(new_tokens.aux_BnF, new_tokens.last_BnD)

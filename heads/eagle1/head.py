@@ -92,17 +92,13 @@ class Eagle1Head(ScaledHead, EagleHead):
         uniform = uniforms(seeds, position, NOISE, hidden.shape[-1])
         noise = (2 * uniform.view(hidden.shape).to(hidden.dtype) - 1) * width
         if length is not None:
-            noise = noise * (length / _document_tokens(batch.document))[..., None]
+            # How many tokens the document of each position has: documents are numbered within their row.
+            number_BL = batch.document + 1
+            # A row has no more documents than tokens.
+            counts = torch.zeros(len(number_BL), number_BL.shape[1] + 1, device=number_BL.device)
+            counts.scatter_add_(1, number_BL, torch.ones_like(number_BL, dtype=counts.dtype))
+            noise = noise * (length / counts.gather(1, number_BL))[..., None]
         return hidden + noise
-
-
-def _document_tokens(document_BL: Tensor) -> Tensor:
-    """Return [B, L]: how many tokens the document of each position has (documents are numbered within their row)."""
-    number_BL = document_BL + 1
-    # A row has no more documents than tokens.
-    counts = torch.zeros(len(number_BL), number_BL.shape[1] + 1, device=number_BL.device)
-    counts.scatter_add_(1, number_BL, torch.ones_like(number_BL, dtype=counts.dtype))
-    return counts.gather(1, number_BL)
 
 
 def build(options: Eagle1Options, target: Target, draft_vocab: Tensor | None) -> Eagle1Head:

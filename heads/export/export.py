@@ -143,7 +143,10 @@ def convert_head(
     """
     chosen, head = find_layout(layout, head.method), head.served()
     K = None if num_speculative_tokens is None else head.clamp_draft_length(num_speculative_tokens)
-    files = chosen.schema.write(Export(head, target, _dtype(dtype, target), K))
+    name = str(target.dtype if dtype in (None, "auto") else dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise UserError(f"export.dtype is {name!r}: choose one of {', '.join(DTYPES)}.")
+    files = chosen.schema.write(Export(head, target, DTYPES[name], K))
     row = next((row for row in chosen.schema.tensors if (row.ours or row.name) == EMBEDDING), None)
     if row is None:
         files.tensors.pop(EMBEDDING, None)
@@ -191,7 +194,20 @@ def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target:
         rounded[f"head.{EMBEDDING}"] = own
     steps = head.clamp_draft_length(head.trains.steps)
     window = flatten(files.config).get("sliding_window") or 0  # a window that is lost shows on longer texts only
-    batch = _random_batch(reloaded, target, length=window + steps + 8)
+    # One document of random tokens and states, all of them to learn.
+    length = window + steps + 8
+    generator = torch.Generator().manual_seed(0)
+    H = target.hidden_size
+    batch = TrainBatch(
+        ids=torch.randint(target.vocab_size, (1, length), generator=generator),
+        mask=torch.ones(1, length, dtype=torch.bool),
+        document=torch.zeros(1, length, dtype=torch.int64),
+        position=torch.arange(length)[None],
+        aux=torch.randn(1, length, len(reloaded.reads.layer_ids) * H, generator=generator),
+        last=torch.randn(1, length, H, generator=generator),
+        top1=torch.zeros(1, length, dtype=torch.int64),
+        logsumexp=torch.zeros(1, length),
+    ).to(next(reloaded.parameters()).device)
     with drafting(head, reloaded):
         ours, theirs = functional_call(_Logits(head), rounded, (batch, steps)), _Logits(reloaded)(batch, steps)
     return all(agree(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -216,26 +232,3 @@ class _Logits(nn.Module):
     def forward(self, batch: TrainBatch, steps: int) -> list[Tensor]:
         """Return the logits [R_k, W] of each step."""
         return [step.logits for step in self.head(batch, steps).steps]
-
-
-def _dtype(dtype: str | torch.dtype | None, target: Target) -> torch.dtype:
-    name = str(target.dtype if dtype in (None, "auto") else dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise UserError(f"export.dtype is {name!r}: choose one of {', '.join(DTYPES)}.")
-    return DTYPES[name]
-
-
-def _random_batch(head: DraftHead, target: Target, length: int) -> TrainBatch:
-    """Return one document of `length` random tokens and states, all of them to learn."""
-    generator = torch.Generator().manual_seed(0)
-    H = target.hidden_size
-    return TrainBatch(
-        ids=torch.randint(target.vocab_size, (1, length), generator=generator),
-        mask=torch.ones(1, length, dtype=torch.bool),
-        document=torch.zeros(1, length, dtype=torch.int64),
-        position=torch.arange(length)[None],
-        aux=torch.randn(1, length, len(head.reads.layer_ids) * H, generator=generator),
-        last=torch.randn(1, length, H, generator=generator),
-        top1=torch.zeros(1, length, dtype=torch.int64),
-        logsumexp=torch.zeros(1, length),
-    ).to(next(head.parameters()).device)

@@ -128,7 +128,13 @@ def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
     check_width(file, next(iter(native["hydra_mlp.0.0.linear.weight"].shape), 0), target)
     shared = config.get("original_lm_head", False) is True
     if shared:
-        _drop_copies(native, heads, target, file)
+        for i in range(heads):
+            held = native.pop(f"hydra_lm_head.{i}.weight", None)
+            if held is None or not is_the_same(held, target.head.weight):
+                raise UserError(
+                    f"{file} {'lacks the projection' if held is None else 'holds another projection than the target'} in head "
+                    f"{i}, though original_lm_head is true in {CONFIG}: export the heads again for this target."
+                )
     tied = blocks > 2 and _tie(native, heads, blocks)
     biases = [native.get(f"hydra_lm_head.{i}.bias") for i in range(heads)]
     # The layout has biases in any case; where it is not said, zeros are what heads without any were written with.
@@ -200,17 +206,6 @@ def _count(native: Mapping[str, Tensor], file: Path) -> tuple[int, int]:
             if (i, j) not in blocks:
                 raise UserError(f"{file} lacks block {j} of head {i}, though other heads have as many: {_AGAIN}.")
     return heads, layers
-
-
-def _drop_copies(native: dict[str, Tensor], heads: int, target: Target, file: Path) -> None:
-    """Take out the projections, which must be the target's."""
-    for i in range(heads):
-        held = native.pop(f"hydra_lm_head.{i}.weight", None)
-        if held is None or not is_the_same(held, target.head.weight):
-            raise UserError(
-                f"{file} {'lacks the projection' if held is None else 'holds another projection than the target'} in head "
-                f"{i}, though original_lm_head is true in {CONFIG}: export the heads again for this target."
-            )
 
 
 def _tie(native: dict[str, Tensor], heads: int, blocks: int) -> bool:

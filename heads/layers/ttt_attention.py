@@ -240,7 +240,12 @@ def _operations_are_known() -> bool:
 def causal_attention(q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, plan: RowPlan, scale: float) -> Attended:
     """Return the attention of every query row over its document so far, or over the last `plan.window` tokens of it."""
     if _on_cpu(q_RHD):
-        return _by_groups(q_RHD, k_BLGD, v_BLGD, plan, scale)
+        q, out, lse = _spare(q_RHD), _spare(torch.empty_like(q_RHD)), _spare(q_RHD.new_empty(q_RHD.shape[:2]))
+        for group in plan.groups:
+            parts = (_lines(q, group.queries_nm), _tokens(k_BLGD, group), _tokens(v_BLGD, group))
+            out_nHmD, lse_nHm = _cpu_forward(*parts, dropout_p=0.0, scale=scale, **_band(plan, group, q))
+            out[group.queries_nm], lse[group.queries_nm] = out_nHmD.transpose(1, 2), lse_nHm.transpose(1, 2)
+        return Attended(out[:-1], lse[:-1])
     packed = plan.packed
     assert packed is not None
     q_THD, k_TGD, v_TGD = _spread(q_RHD, plan), *(x.flatten(0, 1)[packed.tokens_T] for x in (k_BLGD, v_BLGD))
@@ -300,15 +305,6 @@ def _spread(x_R: Tensor, plan: RowPlan) -> Tensor:
     packed = plan.packed
     assert packed is not None
     return x_R.new_zeros(len(packed.tokens_T), *x_R.shape[1:]).index_copy_(0, packed.place_R, x_R)
-
-
-def _by_groups(q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, plan: RowPlan, scale: float) -> Attended:
-    q, out, lse = _spare(q_RHD), _spare(torch.empty_like(q_RHD)), _spare(q_RHD.new_empty(q_RHD.shape[:2]))
-    for group in plan.groups:
-        parts = (_lines(q, group.queries_nm), _tokens(k_BLGD, group), _tokens(v_BLGD, group))
-        out_nHmD, lse_nHm = _cpu_forward(*parts, dropout_p=0.0, scale=scale, **_band(plan, group, q))
-        out[group.queries_nm], lse[group.queries_nm] = out_nHmD.transpose(1, 2), lse_nHm.transpose(1, 2)
-    return Attended(out[:-1], lse[:-1])
 
 
 def _backward_by_groups(

@@ -117,17 +117,15 @@ def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[Piec
         if rows.confidence is not None:
             # On dropped rows too, whose drafts fail; and at weight 0, as processes that train together need a gradient of
             # every parameter.
-            loss_R = loss_R + confidence_weight * confidence_loss(rows.confidence, log_q_RW, teacher)
+            # The confidence (log-odds) learns the chance that a token of the head's distribution is accepted, sum_x min(p(x), q(x)),
+            # which gives no gradient to the distribution.
+            accepted_R = acceptance(log_q_RW.detach(), teacher)
+            loss_R = loss_R + confidence_weight * F.binary_cross_entropy_with_logits(
+                rows.confidence.float(), accepted_R, reduction="none"
+            )
         return loss_R
 
     return loss_of
-
-
-def confidence_loss(confidence_R: Tensor, log_q_RW: Tensor, teacher: Teacher) -> Tensor:
-    """Return [R]: the cross-entropy between a head's confidence (log-odds) and the chance that a token of its distribution is
-    accepted, sum_x min(p(x), q(x)), which gives no gradient to the distribution."""
-    accepted_R = acceptance(log_q_RW.detach(), teacher)
-    return F.binary_cross_entropy_with_logits(confidence_R.float(), accepted_R, reduction="none")
 
 
 def loss_divisor(batch: TrainBatch, spec: LossSpec, head: DraftHead | None = None) -> Tensor:
@@ -242,7 +240,7 @@ class _RowTerms:
             assert label_R is not None
             choice = choose(log_q_RW, teacher, label_R, source.selector, piece.inputs[1:])
             known_R = kept_R & (label_R >= 0)
-            own_R = self._chosen_weight * known_R * choice.loss_R
+            own_R = (1.0 if self.spec.selector_weight is None else self.spec.selector_weight) * known_R * choice.loss_R
             own_R = own_R if self.weights is None else own_R * self.weights[piece.rows]
             total = total + own_R @ self._slots(piece, choice.loss_R, known_R)
             loss_R = loss_R + own_R
@@ -266,10 +264,6 @@ class _RowTerms:
         loss_R = self.loss_of(piece, torch.log_softmax(logits_RW, -1, dtype=torch.float32), trained_R * (behind_R >= 0))
         loss_R = loss_R if self.weights is None else loss_R * self.weights[piece.rows]
         return loss_R * self.depth_S[behind_R.clamp_min(0)]
-
-    @property
-    def _chosen_weight(self) -> float:
-        return 1.0 if self.spec.selector_weight is None else self.spec.selector_weight
 
     def _slots(self, piece: Piece, ce_R: Tensor, known_R: Tensor) -> Tensor:
         """Return the weights of rows: their steps' or, by their cross-entropy, D-PACE's. A draft hardly gets past a label that it cannot

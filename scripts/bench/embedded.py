@@ -120,7 +120,11 @@ def train_target(samples: Sequence[Tokenized], settings: EmbeddedSettings, progr
                 optimizers = _optimizers(model, settings)
             loss = packed_loss(model, rows)
             loss.backward()
-            _update(optimizers, _schedule(step, settings), settings)
+            for optimizer, peak in zip(optimizers, (settings.muon_lr, settings.adamw_lr), strict=True):
+                for group in optimizer.param_groups:
+                    group["lr"] = peak * _schedule(step, settings)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             if step % 10 == 9:
                 bar.set_postfix_str(f"loss {loss.item():.3f}", refresh=False)
         return model.eval()
@@ -195,15 +199,6 @@ def _optimizers(model: LlamaForCausalLM, settings: EmbeddedSettings) -> list[tor
     assert len(matrices) + len(others) == sum(1 for _ in model.parameters())
     muon = Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay, momentum=0.95)
     return [muon, torch.optim.AdamW(others, lr=settings.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0)]
-
-
-def _update(optimizers: Sequence[torch.optim.Optimizer], factor: float, settings: EmbeddedSettings) -> None:
-    """Take a step at `factor` times the peak rates."""
-    for optimizer, peak in zip(optimizers, (settings.muon_lr, settings.adamw_lr), strict=True):
-        for group in optimizer.param_groups:
-            group["lr"] = peak * factor
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
 
 def _schedule(step: int, settings: EmbeddedSettings) -> float:

@@ -232,20 +232,6 @@ class Bench:
         return code, next((line for line in reversed(lines) if line.startswith("draftsmith: ")), lines[-1])
 
 
-def draw_kills(
-    draw: random.Random, found: dict[str, tuple[int, float]], kills: int, at_times: int, processes: int
-) -> list[Kill]:
-    """Return kills at operations and at random times of commands, of which `found` says how many operations and seconds they
-    have, in any order."""
-    every = [(redo, number) for redo, (points, _) in found.items() for number in range(1, points + 1)]
-    drawn = [Kill(redo, number, None) for redo, number in draw.sample(every, min(kills, len(every)))]
-    for redo in draw.choices([*found], k=at_times):
-        seconds = draw.uniform(0.05, found[redo][1])
-        drawn.append(Kill(redo, None, seconds, draw.randrange(processes) if processes > 1 else 0))
-    draw.shuffle(drawn)
-    return drawn
-
-
 def main(argv: list[str]) -> int:
     """Run the bench; exit code 1 where anything is different or left over."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench.faults", description=__doc__)
@@ -263,7 +249,14 @@ def main(argv: list[str]) -> int:
             import_module(name)
     bench, several = Bench(own.folder, own.processes), own.processes > 1
     found = {redo: bench.operations(redo) for redo in (REDOS[:4] if several else REDOS)}
-    for one in tqdm(draw_kills(draw, found, own.kills, own.random, own.processes), desc="kills", unit="kill"):
+    # Kills at operations and at random times of commands, in any order.
+    every = [(redo, number) for redo, (points, _) in found.items() for number in range(1, points + 1)]
+    drawn = [Kill(redo, number, None) for redo, number in draw.sample(every, min(own.kills, len(every)))]
+    for redo in draw.choices([*found], k=own.random):
+        seconds = draw.uniform(0.05, found[redo][1])
+        drawn.append(Kill(redo, None, seconds, draw.randrange(own.processes) if own.processes > 1 else 0))
+    draw.shuffle(drawn)
+    for one in tqdm(drawn, desc="kills", unit="kill"):
         if time.monotonic() - begin > own.minutes * 60:
             break
         bench.kill(one)

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from draftsmith.train.process import end_with_parent
 
@@ -33,7 +33,21 @@ def in_children(log: Path, *works: Callable[[], int]) -> int:
             if len(works) > 1:
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(works))}
                 os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}
-            _end_as(work, log)
+            code = 70
+            try:
+                end_with_parent()
+                output = os.open(log, os.O_WRONLY | os.O_APPEND)
+                for stream in (1, 2):
+                    os.dup2(output, stream)
+                sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
+                code = work()
+            except SystemExit as stop:
+                code = int(stop.code or 0)
+            except BaseException as error:  # noqa: BLE001 - a traceback is a finding, not an end of the bench
+                print(f"{type(error).__name__}: {error}", flush=True)
+            finally:
+                sys.stdout.flush()
+                os._exit(code)
         left.add(child)
     while left:
         for child in [*left]:
@@ -51,25 +65,6 @@ def in_children(log: Path, *works: Callable[[], int]) -> int:
 def _send(number: signal.Signals, children: Iterable[int]) -> None:
     for child in children:  # none of which has been waited for
         os.kill(child, number)
-
-
-def _end_as(work: Callable[[], int], log: Path) -> NoReturn:
-    """Do `work`, and end this process with its exit code."""
-    code = 70
-    try:
-        end_with_parent()
-        output = os.open(log, os.O_WRONLY | os.O_APPEND)
-        for stream in (1, 2):
-            os.dup2(output, stream)
-        sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
-        code = work()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    except BaseException as error:  # noqa: BLE001 - a traceback is a finding, not an end of the bench
-        print(f"{type(error).__name__}: {error}", flush=True)
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
 
 
 def kill_at(number: int, inside: Path, work: Callable[[], int]) -> Callable[[], int]:

@@ -5,7 +5,6 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar
@@ -106,13 +105,6 @@ class OurSide:
         )
         return [tallies[self.K - 1] for tallies in found.tallies]
 
-    @cached_property
-    def sampled_by_target(self) -> list[Generation]:
-        """Our target's own answers at temperature 1, in the order of the requests."""
-        keyed = [replace(request, key=request.key + 1) for request in self.requests]
-        found = {g.request.sample_id: g for g in decode(self.target, TargetAlone(), keyed, SAMPLED, 16)}
-        return [found[request.sample_id] for request in self.requests]
-
     def decoded(self, greedy_drafts: bool) -> Counts:
         """Count our own decoder's rounds at temperature 1."""
         if greedy_drafts not in self._decoded:
@@ -170,7 +162,9 @@ def sampled_row(side: OurSide, answers: Sequence[EngineAnswer], *, greedy_drafts
     theirs = [within_text(a) for a in answers]
     with side.lock:
         same_text = side.simulate(to_generations(side.requests, theirs), SAMPLED, greedy_drafts)
-        elsewhere = side.simulate(side.sampled_by_target, SAMPLED, greedy_drafts)
+        keyed = [replace(request, key=request.key + 1) for request in side.requests]
+        found = {g.request.sample_id: g for g in decode(side.target, TargetAlone(), keyed, SAMPLED, 16)}
+        elsewhere = side.simulate([found[request.sample_id] for request in side.requests], SAMPLED, greedy_drafts)
         decoded = side.decoded(greedy_drafts)
     error = ratio_error([(t.tokens, t.rounds) for t in elsewhere])
     simulated, engine = total(elsewhere, side.K).tau, count(theirs).tau
@@ -242,37 +236,33 @@ def check_in_llama_cpp(side: OurSide, folder: Path, options: argparse.Namespace)
         say(f"llama.cpp does not serve {side.candidate.name}")
         return []
     try:
-        return _served_by_llama_cpp(side, layout, folder, options)
+        candidate, tree = side.candidate, options.llama_cpp / "llama.cpp"
+        folder.mkdir(parents=True, exist_ok=True)
+        target = side.served.gguf or folder.parent / "target.gguf"
+        if not target.exists():
+            convert(tree, side.served.folder, target, "f32", pre_tokenizer=PRE_TOKENIZER)
+        exported, draft = side.export(layout, folder), folder / "draft-f32.gguf"
+        beside = None if layout == WHOLE else side.served.folder
+        convert(tree, exported, draft, "f32", target=beside, pre_tokenizer=PRE_TOKENIZER)
+        settings = ServerSettings(target, draft, HEADS.get(layout, DRAFT_MODEL), side.K, context=side.context + 1)
+        program = options.llama_cpp / "build" / "bin" / "llama-server"
+        limits = {request.sample_id: request.max_new_tokens for request in side.requests}
+
+        rows: list[Outcome] = []
+        for weights in ("f32", *(QUANTIZED if candidate.name == "eagle3" else ())):
+            file = draft if weights == "f32" else _quantize(options.llama_cpp, draft, weights)
+            with LlamaServerProcess(program, replace(settings, draft=file), folder / f"{weights}.log") as server:
+                version, ends = server.version(), server.end_ids
+                answers = [server.complete(r.sample_id, r.prompt_ids, r.max_new_tokens) for r in side.requests]
+            ours = [as_seen(counted_by_llama_cpp(a, limits[a.sample_id], ends), answers) for a in side.greedy]
+            found = greedy_row(side, ours, answers)
+            if weights != "f32":
+                # Other weights draft other tokens; the target's answers are the same.
+                found["differences"] = tuple(d for d in found["differences"] if "output" in d)
+            rows.append(side.row(layout, "llama.cpp", version, found, weights=weights))
+        return rows
     except UserError as error:
         return [side.refusal(layout, "llama.cpp", options.llama_cpp, error)]
-
-
-def _served_by_llama_cpp(side: OurSide, layout: str, folder: Path, options: argparse.Namespace) -> list[Outcome]:
-    candidate, tree = side.candidate, options.llama_cpp / "llama.cpp"
-    folder.mkdir(parents=True, exist_ok=True)
-    target = side.served.gguf or folder.parent / "target.gguf"
-    if not target.exists():
-        convert(tree, side.served.folder, target, "f32", pre_tokenizer=PRE_TOKENIZER)
-    exported, draft = side.export(layout, folder), folder / "draft-f32.gguf"
-    beside = None if layout == WHOLE else side.served.folder
-    convert(tree, exported, draft, "f32", target=beside, pre_tokenizer=PRE_TOKENIZER)
-    settings = ServerSettings(target, draft, HEADS.get(layout, DRAFT_MODEL), side.K, context=side.context + 1)
-    program = options.llama_cpp / "build" / "bin" / "llama-server"
-    limits = {request.sample_id: request.max_new_tokens for request in side.requests}
-
-    rows: list[Outcome] = []
-    for weights in ("f32", *(QUANTIZED if candidate.name == "eagle3" else ())):
-        file = draft if weights == "f32" else _quantize(options.llama_cpp, draft, weights)
-        with LlamaServerProcess(program, replace(settings, draft=file), folder / f"{weights}.log") as server:
-            version, ends = server.version(), server.end_ids
-            answers = [server.complete(r.sample_id, r.prompt_ids, r.max_new_tokens) for r in side.requests]
-        ours = [as_seen(counted_by_llama_cpp(a, limits[a.sample_id], ends), answers) for a in side.greedy]
-        found = greedy_row(side, ours, answers)
-        if weights != "f32":
-            # Other weights draft other tokens; the target's answers are the same.
-            found["differences"] = tuple(d for d in found["differences"] if "output" in d)
-        rows.append(side.row(layout, "llama.cpp", version, found, weights=weights))
-    return rows
 
 
 def _quantize(home: Path, draft: Path, weights: str) -> Path:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.cli.verifying import start_and_ask
 from draftsmith.errors import UserError
-from draftsmith.eval.parity.bundle import Bundle, make_bundle
+from draftsmith.eval.parity.bundle import make_bundle
 from draftsmith.eval.parity.diagnose import RIGHT, diagnose
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
@@ -75,7 +75,11 @@ def serve_wrongly(side: OurSide, engine: str, home: Path, folder: Path) -> list[
         return []
     layout, target = {"vllm": "eagle3", "llama.cpp": LLAMA_CPP_LAYOUT}[engine], side.served.folder
     export = side.export(layout, folder / "verify")
-    bundle = _bundle(side, export, layout)
+    with side.lock:
+        head = load_head(export, side.target).eval()
+        bundle = make_bundle(side.target, head, side.requests, side.K, {}, layout)
+    if bundle is None:
+        raise UserError(f"no prompt of the recipe leaves room for a bundle of {export}: give shorter ones.")
     found = []
     for fault, spoil in _SPOIL.items():
         served = folder / "served-wrongly"
@@ -88,12 +92,3 @@ def serve_wrongly(side: OurSide, engine: str, home: Path, folder: Path) -> list[
         said = verdict.stage, verdict.difference, verdict.causes, verdict.ties
         found.append(Named(side.candidate.name, layout, engine, version, fault, *said))
     return found
-
-
-def _bundle(side: OurSide, export: Path, layout: str) -> Bundle:
-    with side.lock:
-        head = load_head(export, side.target).eval()
-        bundle = make_bundle(side.target, head, side.requests, side.K, {}, layout)
-    if bundle is None:
-        raise UserError(f"no prompt of the recipe leaves room for a bundle of {export}: give shorter ones.")
-    return bundle

@@ -73,7 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         work.mkdir(parents=True, exist_ok=True)
         options.output.mkdir(parents=True, exist_ok=True)
-        environment = make_environment(work, install_wheels(options.wheels, work / "packages"))
+        # This checkout, the wheels' packages, no network.
+        paths = [str(ROOT), str(install_wheels(options.wheels, work / "packages")), os.environ.get("PYTHONPATH", "")]
+        offline = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
+        # The models are too small to share a matrix product between cores.
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+        place = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "DRAFTSMITH_CACHE": str(work / "cache")}
+        # Of a pretended GPU this check says nothing.
+        real = {"DRAFTSMITH_GPU_TESTS_ON": "cuda"}
+        environment = {**os.environ, **offline, **threads, **place, **real, "PYTHONUNBUFFERED": "1"}
         check = GpuCheck(options, work, environment, started)
         check.run()
     except UserError as error:
@@ -99,18 +107,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--small", action="store_true", help="a few steps of everything: tries the check itself")
     add("--work", type=Path, help="folder to keep models and hidden states in (else a temporary one)")
     return parser.parse_args(argv)
-
-
-def make_environment(work: Path, packages: Path) -> dict[str, str]:
-    """Return the environment of the steps: this checkout, the wheels' packages, no network."""
-    paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
-    offline = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "TOKENIZERS_PARALLELISM": "false"}
-    # The models are too small to share a matrix product between cores.
-    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    place = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "DRAFTSMITH_CACHE": str(work / "cache")}
-    # Of a pretended GPU this check says nothing.
-    real = {"DRAFTSMITH_GPU_TESTS_ON": "cuda"}
-    return {**os.environ, **offline, **threads, **place, **real, "PYTHONUNBUFFERED": "1"}
 
 
 class GpuCheck:
@@ -187,9 +183,6 @@ class GpuCheck:
         outcome = run_step(step, limit, self.environment, self.log)
         self.outcomes.append(outcome)
         print(f"{step.name}: {outcome.status} in {outcome.seconds:.0f} s", *outcome.error[-3:], sep="\n  ", flush=True)
-        self._write()
-
-    def _write(self) -> None:
         results = {}
         for head in HEADS:
             for path in sorted((self.work / head / "evaluation").glob("t*/result.json")):

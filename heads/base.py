@@ -231,7 +231,7 @@ class DraftHead(nn.Module, ABC):
     - decoding has the probabilities of training: those that `forward` gives for the same text
     - drafts are drawn from the probabilities that they name: sampled text follows the target's distribution only then
     - simulated acceptance equals decoded acceptance: exactly at temperature 0, within the sampling error above it
-    - drafts end where a rule says: see `draftsmith/decoder/lengths.py`
+    - drafts end where a rule says: see `draftsmith/decoder/draft.py`
     - a window narrows attention: for heads with a `least_window`, in training's pass and in decoding alike
     - packed documents train like single ones: with the same loss and gradients
     - logits come for the supervised rows: for those that `supervised` yields, in ascending order

@@ -21,6 +21,7 @@ from draftsmith.decoder.captured import make_draft
 from draftsmith.decoder.draft import (
     DecodeState,
     Draft,
+    LengthRule,
     NewTokens,
     Prompts,
     StatelessDrafter,
@@ -30,7 +31,6 @@ from draftsmith.decoder.draft import (
 )
 from draftsmith.decoder.graphs import Graphs
 from draftsmith.decoder.growth import Level, chain_token_by_token, child_uniforms, growth, start_beam
-from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import DRAFT, draw, draw_children, probs
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.heads.base import DraftHead

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.data.batch import TrainBatch
-from draftsmith.data.documents import Pass
+from draftsmith.data.batch import Pass, TrainBatch
 from draftsmith.heads.layers.row_plan import RowPlan, plan_rows
 
 

@@ -1,7 +1,7 @@
 """The KV cache: keys and values of several sequences, each with its own length. A commit happens in `KVCache.commit`.
 
 A row's cached tokens fill slots 0..length-1; node j of a draft is written to slot length + j. One forward over a
-draft is `run_draft` of passes.py; afterwards `commit` keeps the accepted path. The class speaks transformers' `Cache` protocol, so
+draft is `run_draft` of slots.py; afterwards `commit` keeps the accepted path. The class speaks transformers' `Cache` protocol, so
 that any causal LM that takes 4D masks can use it; draft heads with layers of their own use the same class.
 
 Shapes: B rows, b some of these rows, N nodes of a draft (or new tokens), T nodes of the whole tree, D nodes of a path,

@@ -17,9 +17,8 @@ from torch import Tensor
 from draftsmith.decoder.cache import BUCKET, KVCache, with_room
 from draftsmith.decoder.draft import DecodeState, Draft, NewTokens
 from draftsmith.decoder.graphs import Graphs
-from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.sampling import Noise, Sampling
-from draftsmith.decoder.slots import Slots, Tree, is_chain, visible_slots
+from draftsmith.decoder.slots import Slots, Tree, is_chain, run_draft, visible_slots
 from draftsmith.decoder.verify import Typical, Verdict, verify
 from draftsmith.target.target import Target, TargetOutput
 

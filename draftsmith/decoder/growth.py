@@ -17,8 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from draftsmith.decoder.draft import DecodeState, Draft, listed, numbers
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import DecodeState, Draft, LengthRule, listed, numbers
 from draftsmith.decoder.sampling import DRAFT, draw, probs
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 

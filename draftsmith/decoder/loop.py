@@ -18,9 +18,9 @@ from torch import Tensor
 from draftsmith.decoder.answers import Decoded, Generation, Request, Round
 from draftsmith.decoder.captured import HostRow, Passes, judge
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
-from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.sampling import Noise, NoiseTable, Sampling
 from draftsmith.decoder.selfcheck import explain_not_finite
+from draftsmith.decoder.slots import run_draft
 from draftsmith.decoder.verify import NotFinite, Typical, Verdict, refuse, verify
 from draftsmith.target.kernels import upload
 from draftsmith.target.target import Target, TargetOutput

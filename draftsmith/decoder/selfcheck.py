@@ -18,8 +18,7 @@ from torch import Tensor
 
 from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.draft import Draft
-from draftsmith.decoder.passes import run_draft
-from draftsmith.decoder.slots import is_chain
+from draftsmith.decoder.slots import is_chain, run_draft
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
 

@@ -1,10 +1,12 @@
-"""Attention of a pass on a GPU to cached keys whose number the device alone knows: every length has the same operations.
+"""One pass of the target over a draft; on a GPU its attention to cached keys whose number the device alone knows: every length has the
+same operations.
 
 Chains and single tokens go to a flash kernel, which is told how many keys each row has: no mask, no copy of keys for the query heads
 that share them. It takes half precision and no trees. These, and float32, take a mask over the keys up to a multiple of 256, with the
 queries of the heads that share keys as rows of one head.
 
-Shapes: B rows, N nodes, N heads of queries and G of keys in `attend` (n nodes there), P = heads / G, D head size, S slots.
+Shapes: B rows, b some of these rows, N nodes, N heads of queries and G of keys in `attend` (n nodes there), P = heads / G, D head size,
+S slots. In `run_draft`: A aux layers, H target hidden.
 """
 
 from dataclasses import dataclass
@@ -15,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftsmith.decoder.cache import BUCKET, KVCache, layer_shapes, place_mask
+from draftsmith.decoder.cache import BUCKET, KVCache, attention_masks, layer_shapes, place_mask
 from draftsmith.decoder.draft import Draft
 from draftsmith.progress import say
-from draftsmith.target.target import Target
+from draftsmith.target.target import Target, TargetOutput
 
 _flash: Any = getattr(torch.ops.aten, "_flash_attention_forward", None)
 _IN_ORDER = "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask"
@@ -164,3 +166,35 @@ def _flash_error(device: torch.device, dtype: torch.dtype, head_dim: int, nodes:
         if not bool((out[row * nodes : (row + 1) * nodes].float() - expected).abs().max() < 0.05):
             return "its numbers are others"
     return ""
+
+
+def run_draft(
+    target: Target,
+    cache: KVCache,
+    draft: Draft,
+    layer_ids: tuple[int, ...] = (),
+    rows_b: Tensor | None = None,
+    *,
+    longest: int,
+) -> TargetOutput:
+    """Run the target over the nodes of a draft: aux [B, N, A*H] of `layer_ids` and last [B, N, H] at every node.
+
+    Keys and values are written behind the cached ones; `cache.commit` or `cache.append` then decides which stay.
+    rows_b: the rows of the cache that the draft's rows are, None for all. longest: see `KVCache.stage`.
+    """
+    at = cache.stage(draft.tokens_BN.shape[1], longest, rows_b)
+    # Chains in empty rows are read as any text: a mask of all pairs of a prompt's tokens would be larger than its states.
+    plain = longest == 0 and draft.linear
+    if not plain and rows_b is None and target.device.type == "cuda" and target.plain_pass is not None:
+        tree = None if is_chain(target, draft) else Tree(draft.ancestors_BNN, draft.depth_BN)
+        visible = visible_slots(cache, at.visible)
+        slots = Slots(cache, target.config, at.lengths_B, at.count, visible, tree)
+        return target.attend_by(slots.attend, draft.tokens_BN, layer_ids, at.lengths_B[:, None] + draft.depth_BN)
+    masks = None if plain else attention_masks(target.config, at.lengths_B, draft, at.visible, target.dtype)
+    return target.forward(
+        draft.tokens_BN,
+        layer_ids=layer_ids,
+        attention_mask=masks,
+        position_ids=at.lengths_B[:, None] + draft.depth_BN,
+        past_key_values=cache,
+    )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree, load_tree
 from draftsmith.decoder.verify import Typical

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith.data.batch import TrainBatch
-from draftsmith.data.documents import Pass
+from draftsmith.data.batch import Pass, TrainBatch
 from draftsmith.errors import UserError
 from draftsmith.storage import fingerprint
 from draftsmith.target.kernels import without_autocast

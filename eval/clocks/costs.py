@@ -18,8 +18,8 @@ from draftsmith.decoder.cache import KVCache, entry_bytes, layer_shapes
 from draftsmith.decoder.captured import Passes
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts, TargetAlone
 from draftsmith.decoder.loop import Loop, Stopwatch
-from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.sampling import NoiseTable, Sampling
+from draftsmith.decoder.slots import run_draft
 from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.results.result import Costs, TargetInfo

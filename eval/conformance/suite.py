@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from draftsmith.data.batch import Tokenized
 from draftsmith.decoder.answers import tally_generation, total
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import TargetAlone
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import LengthRule, TargetAlone
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
 from draftsmith.eval.conformance.recorded_drafts import (

@@ -10,8 +10,7 @@ from typing import Any
 from draftsmith.decoder.answers import Decoded, Generation, Request
 from draftsmith.decoder.cache import KVCache, entry_bytes
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import Drafter
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import Drafter, LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.decoder.verify import Typical

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.answers import Tally
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import LengthRule
 from draftsmith.decoder.sampling import Sampling, penalize, probs
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.decoder.verify import look_up

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from draftsmith.data.batch import Tokenized, TrainBatch, collate
 from draftsmith.data.features.extract import check_samples, compute_features
 from draftsmith.decoder.answers import Generation, Tally
+from draftsmith.decoder.draft import LengthRule
 from draftsmith.decoder.drafters.draft_model import draft_vocab, readable
 from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixRules, speculate
 from draftsmith.decoder.drafters.texts import MAX_NGRAM, Branches, find_continuation
-from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, expected_tallies, find_answers, simulate

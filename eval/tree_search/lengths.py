@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from draftsmith.data.batch import Tokenized
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import acceptance, chances, expected_tallies, find_answers
 from draftsmith.eval.simulate.texts import target_passes

@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.data.batch import TrainBatch
-from draftsmith.data.documents import plan_documents
+from draftsmith.data.batch import TrainBatch, plan_documents
+from draftsmith.decoder.draft import LengthRule
 from draftsmith.decoder.drafters.draft_model import DraftModel
-from draftsmith.decoder.lengths import LengthRule
 from draftsmith.heads.base import DraftHead, HeadOutput, Reads, StepOutput
 from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.draft_model.start import KEYS, starting_point

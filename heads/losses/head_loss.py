@@ -22,11 +22,9 @@ from torch.nn import functional as F
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.memory import move
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
-from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, hard_ce, kl, top_k_ce
+from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, choose, hard_ce, kl, top_k_ce
 from draftsmith.heads.losses.pieces import Piece, joined, sum_pieces
 from draftsmith.heads.losses.plan import divisor_of, plan_loss
-from draftsmith.heads.losses.selector import choose
-from draftsmith.heads.losses.slots import dpace
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.plan import LossPlan, flat_rows
 from draftsmith.target.target import TargetHead
@@ -197,6 +195,34 @@ def _labels(spec: LossSpec, output: HeadOutput) -> bool:
     """Whether a loss is about the text's own tokens."""
     kinds = (spec.kind, *spec.also, *([] if output.tuned is None else [spec.tuned_kind]))
     return spec.selector_labels == "data" or any(LOSSES[kind].label == "label" for kind in kinds)
+
+
+@torch.no_grad()
+def dpace(chance_R: Tensor, block_R: Tensor, slot_R: Tensor, blocks: int, slots: int, spec: LossSpec) -> Tensor:
+    """Return the weights [R] of rows by how much each slot of a block adds to the accepted length: "D-PACE" (arXiv 2605.18810).
+
+    A slot's draft is accepted with about the probability q that the head gives to its label, smoothed: q' = (1 - alpha) q + alpha. The
+    draft gets as far as slot j with C_j = q'_1 .. q'_j, so that the accepted length is the sum of C_j. Its gradient by log q'_j is the
+    weight of slot j: the sum of C_m over m >= j. A slot that is not trained is passed over.
+
+    chance_R: the probability of each row's label. block_R, slot_R: the numbers of its block and of its slot, each pair once. blocks,
+    slots: how many there are (N, S).
+    """
+    place_R = block_R * slots + slot_R
+    flat = torch.full((blocks * slots,), -1.0, device=chance_R.device)
+    chance_NS = flat.index_copy(0, place_R, chance_R.float()).view(blocks, slots)
+    trained_NS = chance_NS >= 0
+    smoothed_NS = torch.where(trained_NS, (1 - spec.dpace_alpha) * chance_NS + spec.dpace_alpha, 1.0)
+    reached_NS = smoothed_NS.cumprod(1)
+    further_NS = trained_NS.float()  # C_m / C_j, summed: without a division, as C_j may underflow
+    for slot in reversed(range(slots - 1)):
+        further_NS[:, slot] += smoothed_NS[:, slot + 1] * further_NS[:, slot + 1]
+    weights = {
+        "dpace": reached_NS * further_NS,
+        "dpace_confidence": reached_NS,
+        "dpace_continuation": further_NS,
+    }
+    return weights[spec.slot_weights].flatten()[place_R]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from draftsmith.data.batch import TrainBatch
-from draftsmith.data.documents import plan_documents
+from draftsmith.data.batch import TrainBatch, plan_documents
 from draftsmith.heads.base import HeadOutput, StepOutput, answer_rows
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import MedusaHead

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.cli.verifying import Answered
+from draftsmith.cli.verify import Answered
 from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import AgreementRow, Counts
@@ -28,7 +28,6 @@ from scripts.bench.engines import check as engine_check
 from scripts.bench.engines import compare as engine_compare
 from scripts.bench.engines import page as engine_page
 from scripts.bench.engines import served as engine_served
-from scripts.bench.engines import wrong as engine_wrong
 from scripts.bench.engines.compare import Refusal
 from scripts.bench.engines.served import PLANS, Candidate, HeadPlan, ServedTarget, slug
 from tests.exports import make_medusa, make_target, maker
@@ -189,7 +188,7 @@ def test_an_engine_that_serves_a_head_wrongly_is_named(
     head = maker("eagle3", torch.arange(3, 43, 2))(target, **options)
     requests = [Request(f"p{i}", "code", (5 + i, 6, 7), 12) for i in range(4)]
     served = ServedTarget("tiny", target, tmp_path / "target", requests, [])
-    side = engine_compare.OurSide(served, Candidate(engine_wrong.HEAD, (), head), 3)
+    side = engine_compare.OurSide(served, Candidate(engine_check.HEAD, (), head), 3)
     asked = []
 
     def answer(export, bundle, engine, home, model, pre_tokenizer):
@@ -203,8 +202,8 @@ def test_an_engine_that_serves_a_head_wrongly_is_named(
         pairs = zip(bundle.prompts, given, strict=True)
         return Answered("It 1.2", [Seen(p.id, p.answer_ids, p.answer(rounds).rounds) for p, rounds in pairs])
 
-    monkeypatch.setattr(engine_wrong, "start_and_ask", answer)
-    rows = engine_wrong.serve_wrongly(side, engine, tmp_path / "home", tmp_path / "work")
+    monkeypatch.setattr(engine_check, "start_and_ask", answer)
+    rows = engine_check.serve_wrongly(side, engine, tmp_path / "home", tmp_path / "work")
     assert [row.served for row in rows] == [fault for fault, model in asked if model == tmp_path / "target"]
     assert [row.served for row in rows] == ["right", "layer + 1", "shifted vocabulary map", "no vocabulary map"]
     assert all(row.agrees for row in rows)
@@ -215,7 +214,7 @@ def test_an_engine_that_serves_a_head_wrongly_is_named(
     assert "verify says right: agrees" in engine_check.describe(rows[0])
     assert "(layer + 1): agrees" in engine_check.describe(rows[1])
     other = engine_compare.OurSide(served, Candidate("eagle3", (), head), 3)
-    assert engine_wrong.serve_wrongly(other, engine, tmp_path / "home", tmp_path / "work") == []
+    assert engine_check.serve_wrongly(other, engine, tmp_path / "home", tmp_path / "work") == []
 
 
 def test_heads_are_trained_apart_and_a_failure_names_its_log(

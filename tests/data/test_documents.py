@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftsmith.data.documents import plan_documents
+from draftsmith.data.batch import plan_documents
 
 
 @settings(max_examples=60, deadline=None)

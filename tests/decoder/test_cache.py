@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.decoder import passes
+from draftsmith.decoder import slots
 from draftsmith.decoder.cache import KVCache, LayerShape, TensorShape, build_mask
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.loop import Loop
-from draftsmith.decoder.passes import run_draft
+from draftsmith.decoder.slots import run_draft
 from draftsmith.decoder.trees import DynamicTree
 from draftsmith.heads.eagle.drafter import EagleDrafter
 from tests.decoder.test_decode import GREEDY, make_requests, make_target, trained
@@ -162,7 +162,7 @@ def test_equal_shapes_share_one_buffer(kind: str) -> None:
 def test_prompts_are_read_without_a_mask_as_any_text_is(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and padded at the end beside a longer one, in rows that were used before."""
     target, ids_BL = make_target(kind), torch.randint(3, 150, (2, 20))
-    monkeypatch.setattr(passes, "attention_masks", None)
+    monkeypatch.setattr(slots, "attention_masks", None)
     for rows, rows_b in ((1, None), (2, None), (2, torch.tensor([2, 0]))):
         cache = KVCache.for_target(target, rows if rows_b is None else 3, 24)
         ids_BN, plain = ids_BL[:rows].clone(), target.forward(ids_BL[:rows], layer_ids=(1,))

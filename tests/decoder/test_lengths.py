@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.decoder.draft import DecodeState, Draft, NewTokens
+from draftsmith.decoder.draft import DecodeState, Draft, LengthRule, NewTokens
 from draftsmith.decoder.growth import chain_token_by_token
-from draftsmith.decoder.lengths import LengthRule
 from draftsmith.decoder.sampling import ACCEPT, DRAFT, EMIT, Sampling
 from draftsmith.decoder.verify import verify
 from draftsmith.heads.drafters import draft_chain

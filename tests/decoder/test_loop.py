@@ -13,8 +13,8 @@ from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.decode import decode, decode_batch
 from draftsmith.decoder.draft import Draft, Drafter, TargetAlone
 from draftsmith.decoder.loop import Loop
-from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.sampling import Sampling
+from draftsmith.decoder.slots import run_draft
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
 from draftsmith.heads.eagle.drafter import EagleDrafter

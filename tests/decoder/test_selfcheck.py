@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draftsmith.decoder import cache, passes
+from draftsmith.decoder import cache, slots
 from draftsmith.decoder.selfcheck import check_decoding
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
@@ -31,8 +31,8 @@ def test_positions_by_slot_are_refused(dtype: torch.dtype) -> None:
 
 
 def test_a_wrong_mask_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = passes.attention_masks
-    monkeypatch.setattr(passes, "attention_masks", lambda *args: torch.ones_like(real(*args)))
+    real = slots.attention_masks
+    monkeypatch.setattr(slots, "attention_masks", lambda *args: torch.ones_like(real(*args)))
     with pytest.raises(UserError, match="differ from those of a plain forward"):
         check_decoding(Target(tiny_model("llama"), path="tiny", fingerprint="0"))
 
@@ -41,7 +41,7 @@ def test_a_failing_forward_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*args: object) -> None:
         raise RuntimeError("sizes\ndo not fit")
 
-    monkeypatch.setattr(passes, "attention_masks", fail)
+    monkeypatch.setattr(slots, "attention_masks", fail)
     with pytest.raises(UserError, match="sizes do not fit"):
         check_decoding(Target(tiny_model("llama"), path="tiny", fingerprint="0"))
 

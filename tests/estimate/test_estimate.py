@@ -20,7 +20,7 @@ from draftsmith.data.embedded import SHIPPED
 from draftsmith.data.features.extract import extract
 from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.draft import Draft
-from draftsmith.decoder.passes import run_draft
+from draftsmith.decoder.slots import run_draft
 from draftsmith.errors import UserError
 from draftsmith.estimate import figures
 from draftsmith.estimate.estimate import LEAST_SHARE, MOST_LINES, describe, shorter, stages_of, total_seconds

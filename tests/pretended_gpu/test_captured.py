@@ -16,8 +16,8 @@ from draftsmith.decoder.captured import Passes
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import Draft, TargetAlone
 from draftsmith.decoder.graphs import Graphs
-from draftsmith.decoder.passes import run_draft
 from draftsmith.decoder.sampling import Noise, Sampling
+from draftsmith.decoder.slots import run_draft
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.heads.registry import methods
 from draftsmith.target.target import Target, TargetOutput

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
 from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.draft import Draft
-from draftsmith.decoder.passes import run_draft
+from draftsmith.decoder.slots import run_draft
 from draftsmith.target import kernels
 from draftsmith.target.kernels import GROUPED, ROWS, PackedLinear, RMSNorm, fuse_norms, linear, pack_linears
 from draftsmith.target.target import load_target

@@ -9,7 +9,7 @@ from torch import nn
 
 from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.draft import Draft
-from draftsmith.decoder.passes import run_draft
+from draftsmith.decoder.slots import run_draft
 from draftsmith.target.plain_pass import PlainPass
 from draftsmith.target.target import Target, TargetOutput
 from tests.models import make_target

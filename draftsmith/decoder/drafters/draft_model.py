@@ -15,11 +15,10 @@ from torch import Tensor
 
 from draftsmith.decoder.cache import KVCache, with_room
 from draftsmith.decoder.captured import make_draft
-from draftsmith.decoder.draft import DecodeState, Draft, Prompts, numbers
+from draftsmith.decoder.draft import DecodeState, Draft, LengthRule, Prompts, numbers
 from draftsmith.decoder.graphs import Graphs
 from draftsmith.decoder.growth import chain_token_by_token
-from draftsmith.decoder.lengths import LengthRule
-from draftsmith.decoder.passes import run_draft
+from draftsmith.decoder.slots import run_draft
 from draftsmith.errors import UserError
 from draftsmith.target.target import Target
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar
 
-from draftsmith.cli.verifying import speculation
+from draftsmith.cli.verify import speculation
 from draftsmith.decoder.answers import Generation, Tally, total
 from draftsmith.decoder.decode import decode
 from draftsmith.decoder.draft import Drafter, TargetAlone

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from draftsmith.decoder import growth
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import LengthRule
 from draftsmith.decoder.sampling import draw
 from draftsmith.eval.conformance import suite
 from draftsmith.eval.conformance.suite import CHECKS, Spec, check_layouts, run_conformance, tiny_target

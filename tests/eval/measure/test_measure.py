@@ -9,8 +9,7 @@ import pytest
 
 from draftsmith.decoder.answers import Decoded, Generation, Request, Round, Tally, tally_generation
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import TargetAlone
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import LengthRule, TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.clocks.costs import measure_costs

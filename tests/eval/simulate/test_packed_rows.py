@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import LengthRule
 from draftsmith.decoder.sampling import Sampling, probs
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError

@@ -7,8 +7,7 @@ import torch
 
 from draftsmith.decoder.answers import Request, total
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import TargetAlone
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import LengthRule, TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.conformance.spec import tiny_target
 from draftsmith.eval.simulate.texts import simulate_generations, to_sample

@@ -17,9 +17,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.block import BlockOptions
 from draftsmith.heads.dflash2.head import DFlash2Drafter, DFlash2Options, GroupedConv, build
-from draftsmith.heads.losses.divergences import Teacher
+from draftsmith.heads.losses.divergences import Teacher, choose
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
-from draftsmith.heads.losses.selector import choose
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train.schedule import build_optimizers

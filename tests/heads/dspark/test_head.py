@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import head_system

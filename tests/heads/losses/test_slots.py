@@ -8,8 +8,7 @@ from torch import Tensor
 
 from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, StepOutput
-from draftsmith.heads.losses.head_loss import head_loss
-from draftsmith.heads.losses.slots import dpace
+from draftsmith.heads.losses.head_loss import dpace, head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build

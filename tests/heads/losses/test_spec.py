@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
-from draftsmith.decoder.lengths import LengthRule
+from draftsmith.decoder.draft import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.simulate.acceptance import acceptance, find_answers, simulate

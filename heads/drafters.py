@@ -59,25 +59,21 @@ def draft_tree(state: DecodeState, logits_BKW: Tensor, head: DraftHead, whole: S
     from the depth's distribution instead, without replacement.
     """
     tree = whole.cut(logits_BKW.shape[1])
-    if drawn and not state.sampling.greedy:
-        return _drawn(state, probs(logits_BKW, state.sampling), head, whole, tree)
     shape = tree.on(logits_BKW.device)
+    if drawn and not state.sampling.greedy:
+        plan = growth(tree, logits_BKW.device)
+        inner_BTW = probs(logits_BKW, state.sampling)[:, shape.depth_N[plan.inner_T]]
+        child_BTC = draw_children(inner_BTW, child_uniforms(state, whole, plan.inner_T))
+        first, drafted = 0, []
+        for level in plan.levels:
+            drafted.append(child_BTC[:, first + level.parent_n, level.sibling_n])
+            first += level.above
+        tokens_BN = head.target_ids(torch.cat(drafted, 1))
+        draft = Draft.static(state.root_B, tokens_BN, tree, state.limit_B)
+        return replace(draft, draft_probs_BMW=inner_BTW[:, plan.probs_M], vocab_W=head.draft_vocab)
     best_BKR = logits_BKW.topk(min(tree.ranks, logits_BKW.shape[-1]), -1).indices
     chosen_BN = best_BKR[:, shape.depth_N[1:] - 1, shape.rank_N[1:]]
     return Draft.static(state.root_B, head.target_ids(chosen_BN), tree, state.limit_B)
-
-
-def _drawn(state: DecodeState, draft_probs_BKW: Tensor, head: DraftHead, whole: StaticTree, tree: StaticTree) -> Draft:
-    plan, shape = growth(tree, draft_probs_BKW.device), tree.on(draft_probs_BKW.device)
-    inner_BTW = draft_probs_BKW[:, shape.depth_N[plan.inner_T]]
-    child_BTC = draw_children(inner_BTW, child_uniforms(state, whole, plan.inner_T))
-    first, drafted = 0, []
-    for level in plan.levels:
-        drafted.append(child_BTC[:, first + level.parent_n, level.sibling_n])
-        first += level.above
-    tokens_BN = head.target_ids(torch.cat(drafted, 1))
-    draft = Draft.static(state.root_B, tokens_BN, tree, state.limit_B)
-    return replace(draft, draft_probs_BMW=inner_BTW[:, plan.probs_M], vocab_W=head.draft_vocab)
 
 
 def grow_tree(

@@ -242,7 +242,12 @@ def track_results(recipe: Recipe) -> None:
     `tracking.artifacts` names; nothing where they have them already."""
     run, spec, folder = recipe.run_dir, recipe.tracking, recipe.run_dir / "train"
     results = {kind: sorted(run.glob(f"{kind}/t*/result.json")) for kind in _FINDINGS}
-    files = _files(run, spec)
+    folders = {"results": _FINDINGS} | ({"head": ("export",)} if spec.artifacts == "all" else {})
+    files = {
+        kind: {path.relative_to(run).as_posix(): path for path in paths}
+        for kind, names in (folders.items() if spec.artifacts != "none" else ())
+        if (paths := [p for name in names for p in sorted((run / name).rglob("*")) if p.is_file() and p.name[0] != "."])
+    }
     heads = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files.get("head", {}).values()]
     digests = [sha256_file(path) for paths in results.values() for path in paths]
     sent = {"digest": fingerprint([spec.active, spec.artifacts, heads, digests])}
@@ -295,13 +300,3 @@ def _numbers(values: Sequence[float | None]) -> list[float]:
     """Return the values up to the first that was not measured."""
     missing = next((i for i, value in enumerate(values) if value is None), len(values))
     return [value for value in values[:missing] if value is not None]
-
-
-def _files(run: Path, spec: TrackingSpec) -> dict[str, dict[str, Path]]:
-    """Return the files that a dashboard is to keep: kind -> path within it -> file."""
-    folders = {"results": _FINDINGS} | ({"head": ("export",)} if spec.artifacts == "all" else {})
-    return {
-        kind: {path.relative_to(run).as_posix(): path for path in paths}
-        for kind, names in (folders.items() if spec.artifacts != "none" else ())
-        if (paths := [p for name in names for p in sorted((run / name).rglob("*")) if p.is_file() and p.name[0] != "."])
-    }

@@ -23,7 +23,7 @@ from draftsmith.data.features.store import FeatureSource
 from draftsmith.data.memory import lay, upload
 from draftsmith.decoder.sampling import row_key
 from draftsmith.heads.base import DraftHead, count_rows
-from draftsmith.heads.losses.plan import divisor_of, plan_loss
+from draftsmith.heads.losses.pieces import divisor_of, plan_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.train.schedule import Micro, TrainData

@@ -79,36 +79,32 @@ def launch_settings(config: Path | None = None) -> dict[str, str]:
     is no launch file.
     """
     if config is not None:
-        return _read_launch_file(config)
+        file = read_yaml(config, _EXAMPLES)
+        if not isinstance(file, dict) or "distributed_type" not in file:
+            raise UserError(f"{config} is no launch file, as it names no distributed_type: {_EXAMPLES}.")
+        needed = ("distributed_type", "num_processes", "num_machines", "use_cpu")
+        # Without the other sections, and without what is left to the launcher's defaults.
+        settings = {
+            key: value for key, value in file.items() if key in needed or not (isinstance(value, dict) or value is None)
+        }
+        for section in ("fsdp_config", "deepspeed_config"):
+            inside = file.get(section) or {}
+            if not isinstance(inside, dict):
+                raise UserError(f"{config}: {section} is {shown(inside)}, but it is a section: {_EXAMPLES}.")
+            settings |= inside
+        for key, value in settings.items():
+            if isinstance(value, list | dict) or value is None or "\0" in str(value):
+                raise UserError(f"{config}: {key} is {shown(value)}, which is no value for it: {_EXAMPLES}.")
+            text, least = str(value), _COUNTS.get(key)
+            if least is not None and not (text.isascii() and text.isdecimal() and least <= int(text) <= 10**6):
+                raise UserError(f"{config}: {key} is {shown(value)}: it must be a number from {least} to 1000000.")
+        return {str(key): str(value) for key, value in settings.items()}
     on = [kind for kind in (DEEPSPEED, FSDP) if os.environ.get(f"ACCELERATE_USE_{kind}", "").lower() == "true"]
     settings = {"distributed_type": on[0] if on else "NO"}
     settings |= {key.lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
     if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in os.environ:
         settings["deepspeed_config_file"] = os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"]
     return settings
-
-
-def _read_launch_file(config: Path) -> dict[str, str]:
-    file = read_yaml(config, _EXAMPLES)
-    if not isinstance(file, dict) or "distributed_type" not in file:
-        raise UserError(f"{config} is no launch file, as it names no distributed_type: {_EXAMPLES}.")
-    needed = ("distributed_type", "num_processes", "num_machines", "use_cpu")
-    # Without the other sections, and without what is left to the launcher's defaults.
-    settings = {
-        key: value for key, value in file.items() if key in needed or not (isinstance(value, dict) or value is None)
-    }
-    for section in ("fsdp_config", "deepspeed_config"):
-        inside = file.get(section) or {}
-        if not isinstance(inside, dict):
-            raise UserError(f"{config}: {section} is {shown(inside)}, but it is a section: {_EXAMPLES}.")
-        settings |= inside
-    for key, value in settings.items():
-        if isinstance(value, list | dict) or value is None or "\0" in str(value):
-            raise UserError(f"{config}: {key} is {shown(value)}, which is no value for it: {_EXAMPLES}.")
-        text, least = str(value), _COUNTS.get(key)
-        if least is not None and not (text.isascii() and text.isdecimal() and least <= int(text) <= 10**6):
-            raise UserError(f"{config}: {key} is {shown(value)}: it must be a number from {least} to 1000000.")
-    return {str(key): str(value) for key, value in settings.items()}
 
 
 def check_launch(spec: TrainSpec, config: Path | None = None) -> None:

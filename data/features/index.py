@@ -171,26 +171,16 @@ def read_index(folder: Path) -> StoreIndex:
     if wrong or counts != (content.num_samples, content.num_tokens):
         raise UserError(f"{path}: the samples in {SHARDS}, {CHECKSUMS} and {SAMPLES} do not add up: {AGAIN}.")
     index = StoreIndex(spec, content.complete, content.columns, samples, shards, checksums[:end])
-    _check_records(folder, index)
-    return index
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a store that is there is complete, without reading all of its index."""
-    return bool(read_object(folder / INDEX_NAME, AGAIN).get("complete"))
-
-
-def _check_records(folder: Path, index: StoreIndex) -> None:
-    """Raise UserError where records are not those that were written, or a shard's file has another size."""
-    shards, checksums = (part.view("u1").reshape(-1).data for part in (index.shards, index.checksums))
-    width, start = index.checksums.itemsize * index.checksums.shape[1], 0
+    # Are the records those that were written, and has every shard's file its size?
+    of_shards, of_samples = (part.view("u1").reshape(-1).data for part in (index.shards, index.checksums))
+    each, start = index.checksums.itemsize * index.checksums.shape[1], 0
     # As bytes and lists, since there may be many shards.
     columns = (index.shards[key].tolist() for key in ("samples", "bytes"))
     for number, (count, size) in enumerate(zip(*columns, strict=True)):
         at = number * SHARD_RECORD.itemsize
-        found = _digest(shards[at : at + _COUNTS], checksums[start * width : count * width])
+        found = _digest(of_shards[at : at + _COUNTS], of_samples[start * each : count * each])
         # That shards grow is asked beside the checksum, which can be computed by anybody.
-        if count <= start or found != shards[at + _COUNTS : at + SHARD_RECORD.itemsize]:
+        if count <= start or found != of_shards[at + _COUNTS : at + SHARD_RECORD.itemsize]:
             raise UserError(f"{folder / CHECKSUMS} is corrupt (its checksum differs from {SHARDS}): {AGAIN}.")
         start = count
         file = f"{folder}/{shard_name(number)}"
@@ -202,6 +192,12 @@ def _check_records(folder: Path, index: StoreIndex) -> None:
             raise UserError(
                 f"The feature shard {file} has {there} bytes instead of {size} (it was cut short or changed): {AGAIN}."
             )
+    return index
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a store that is there is complete, without reading all of its index."""
+    return bool(read_object(folder / INDEX_NAME, AGAIN).get("complete"))
 
 
 @dataclass(frozen=True)

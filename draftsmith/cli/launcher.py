@@ -12,7 +12,7 @@ from types import FrameType
 
 import psutil
 from accelerate.commands.launch import launch_command, launch_command_parser
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from draftsmith.train.checkpoints import latest_checkpoint
 from draftsmith.train.process import ENDING, LOST, end_with_parent, on_signals
@@ -35,32 +35,28 @@ def main() -> int:
         with on_signals(hand_on, (signal.SIGINT, *ENDING)):
             launch_command(arguments)
     except ChildFailedError as error:
-        return _say(error.failures, Path(folder))
+        # Why training processes ended where they could not print it themselves.
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+                name = signal.Signals(-failure.exitcode).name
+                memory = ", as the system does when memory is short" if name == "SIGKILL" else ""
+                checkpoint = latest_checkpoint(Path(folder), warn=False)
+                start = checkpoint or "what is done; there is no checkpoint yet"
+                what = f"Rank {rank} on {socket.gethostname()} was ended by {name}{memory}"
+                print(f"draftsmith: {what}: run the same command again to go on from {start}.", file=sys.stderr)
+                return 1
+        codes = [failure.exitcode for failure in error.failures.values() if failure.exitcode > 0]
+        if set(codes) <= {LOST}:
+            for failure in error.failures.values():
+                if isinstance(failure.message, dict):
+                    print(f"draftsmith: {failure.message['message']}", file=sys.stderr)
+                    break
+            return 1
+        return next(code for code in codes if code != LOST)  # has said why
     except (ConnectionError, ValueError, ImportError) as error:
         print(f"draftsmith: `accelerate launch` did not start ({error}): change the launch file.", file=sys.stderr)
         return 2
     return 0
-
-
-def _say(failures: dict[int, ProcessFailure], folder: Path) -> int:
-    """Print why training processes ended where they could not print it themselves; return the exit code."""
-    for rank, failure in failures.items():
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-            name = signal.Signals(-failure.exitcode).name
-            memory = ", as the system does when memory is short" if name == "SIGKILL" else ""
-            checkpoint = latest_checkpoint(folder, warn=False)
-            start = checkpoint or "what is done; there is no checkpoint yet"
-            what = f"Rank {rank} on {socket.gethostname()} was ended by {name}{memory}"
-            print(f"draftsmith: {what}: run the same command again to go on from {start}.", file=sys.stderr)
-            return 1
-    codes = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
-    if set(codes) <= {LOST}:
-        for failure in failures.values():
-            if isinstance(failure.message, dict):
-                print(f"draftsmith: {failure.message['message']}", file=sys.stderr)
-                break
-        return 1
-    return next(code for code in codes if code != LOST)  # has said why
 
 
 if __name__ == "__main__":

@@ -247,7 +247,14 @@ def _check_nodes(root: "yaml.Node", path: Path | str, remedy: str) -> None:
             at = node.start_mark.line + 1
             raise UserError(f"{path}, line {at}, holds an integer of more than {MOST_DIGITS} digits: {remedy}.")
         if isinstance(node, yaml.MappingNode):
-            _check_keys(node, path, remedy)
+            seen: dict[str, int] = {}
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    line = key.start_mark.line + 1
+                    if key.value in seen:
+                        where = f"lines {seen[key.value]} and {line}" if line > seen[key.value] else f"line {line}"
+                        raise UserError(f"{path}: the key {key.value!r} stands there twice, in {where}: {remedy}.")
+                    seen[key.value] = line
             inside = [part for pair in node.value for part in pair]
         else:
             inside = node.value if isinstance(node, yaml.SequenceNode) else []
@@ -256,16 +263,3 @@ def _check_nodes(root: "yaml.Node", path: Path | str, remedy: str) -> None:
                 at = part.start_mark.line + 1
                 raise UserError(f"{path}, line {at}: the value named by an anchor contains itself: {remedy}.")
             stack.append((part, (*above, part)))
-
-
-def _check_keys(node: "yaml.MappingNode", path: Path | str, remedy: str) -> None:
-    import yaml
-
-    seen: dict[str, int] = {}
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode):
-            line = key.start_mark.line + 1
-            if key.value in seen:
-                where = f"lines {seen[key.value]} and {line}" if line > seen[key.value] else f"line {line}"
-                raise UserError(f"{path}: the key {key.value!r} stands there twice, in {where}: {remedy}.")
-            seen[key.value] = line

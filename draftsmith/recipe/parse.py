@@ -106,15 +106,6 @@ def _parser_of(method: str, head: type, names: tuple[str, ...], prog: str, descr
     return recipe_parser(method, prog, description)
 
 
-def load_yaml(path: str) -> dict[str, Any]:
-    """Read a recipe file as a mapping. Raises UserError where it is missing, no YAML, not a mapping, or names a key twice."""
-    content = read_yaml(find_file(path), "mend it, or name one of those that `draftsmith recipes` lists")
-    if not isinstance(content, dict):
-        raise UserError(f"The recipe {path} is not a mapping of keys: `draftsmith recipes eagle3/tiny` shows the form.")
-    _check_texts(content, "", path)
-    return content
-
-
 def _check_texts(value: Any, key: str, source: str) -> None:
     """Raise UserError for a value of a recipe or an override that JSON does not have, such as a date or a key that is no text, and for
     a text that is more than its parser, which takes texts for YAML, can read."""
@@ -159,7 +150,15 @@ def parse_recipe(
                     f"{source}{key} is {shown(value)}, but it is a section: set its keys, as in --{key}.KEY VALUE."
                 )
             _check_texts(value, key, source.removesuffix(": "))
-    content = _tidy(_where(path), load_yaml(path), get_type_hints(Recipe)) if path is not None else {}
+    content: Any = {}
+    if path is not None:
+        read = read_yaml(find_file(path), "mend it, or name one of those that `draftsmith recipes` lists")
+        if not isinstance(read, dict):
+            raise UserError(
+                f"The recipe {path} is not a mapping of keys: `draftsmith recipes eagle3/tiny` shows the form."
+            )
+        _check_texts(read, "", path)
+        content = _tidy(source, read, get_type_hints(Recipe))
     method = _option(argv, "--method") or content.get("method", "eagle3")
     names = method_names()
     if method not in names:

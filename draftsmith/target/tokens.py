@@ -74,8 +74,11 @@ def check_mask_token(given: int, vocab_size: int, target: str | None) -> None:
 
 def spare_tokens(folder: Path, eos_ids: tuple[int, ...]) -> Iterator[int]:
     """Yield the ids of special tokens that texts do not have, by the tokenizer's files in `folder`, the best first."""
-    special = _special_tokens(folder)
+    listed = read_object(folder / "tokenizer.json").get("added_tokens") or []
     config = read_object(folder / "tokenizer_config.json")
+    later = config.get("added_tokens_decoder") or {}
+    special = {token["content"]: token["id"] for token in listed if token.get("special")}
+    special |= {token["content"]: int(key) for key, token in later.items() if token.get("special")}
     if (name := _token_of(config, "mask_token")) in special:
         yield special[name]
     for word in _SPARE:
@@ -85,14 +88,6 @@ def spare_tokens(folder: Path, eos_ids: tuple[int, ...]) -> Iterator[int]:
     pad = special.get(_token_of(config, "pad_token"), -1)
     if pad >= 0 and pad not in eos_ids:
         yield pad
-
-
-def _special_tokens(folder: Path) -> dict[str, int]:
-    """Return the special tokens that the tokenizer's files name, with their ids."""
-    listed = read_object(folder / "tokenizer.json").get("added_tokens") or []
-    later = read_object(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    special = {token["content"]: token["id"] for token in listed if token.get("special")}
-    return special | {token["content"]: int(key) for key, token in later.items() if token.get("special")}
 
 
 def _token_of(config: dict[str, object], key: str) -> str:

@@ -213,19 +213,13 @@ def _time(jobs: Mapping[tuple[str, str], Job], device: torch.device, repeats: in
             watch.lap("job")
             if repeat >= WARM_UP:
                 times[key].append(1000 * watch.seconds["job"])
-    return _ascending({key: sorted(samples)[len(samples) // 4] for key, samples in times.items()})
-
-
-def _ascending(times: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
-    """Return the costs with none above that of a larger size of the same kind: less work never takes longer, so that what does was
-    held up."""
-    ascending: dict[tuple[str, str], float] = {}
+    found = {key: sorted(samples)[len(samples) // 4] for key, samples in times.items()}
+    # None above that of a larger size of the same kind: less work never takes longer, so that what does was held up.
     least: dict[str, float] = {}
-    sized = [key for key in times if key[1].isdecimal()]
-    for name, size in sorted(sized, key=lambda key: int(key[1]), reverse=True):
-        least[name] = min(times[name, size], least.get(name, times[name, size]))
-        ascending[name, size] = least[name]
-    return {key: ascending.get(key, ms) for key, ms in times.items()}
+    sized = sorted((key for key in found if key[1].isdecimal()), key=lambda key: int(key[1]), reverse=True)
+    for name, size in sized:
+        found[name, size] = least[name] = min(found[name, size], least.get(name, found[name, size]))
+    return found
 
 
 def _by_name(times: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:

@@ -77,8 +77,11 @@ def run_systems(
                 if (turn := _kept(journal.get(name), group, taking)) is not None:
                     bar.skip(len(group))
                 else:
-                    if not warm:
-                        _warm_up(ways, requests_by_repeat[0][0], sampling)
+                    if not warm:  # a few tokens every way, as first passes are slow
+                        request = requests_by_repeat[0][0]
+                        short = replace(request, max_new_tokens=min(16, request.max_new_tokens))
+                        for one in ways.values():
+                            one.decode([short], sampling)
                         warm = True
                     turn = _take(taking, group, sampling, batch)
                     packed = {system: pack_decoded(one) for system, one in turn[0].items()}
@@ -101,13 +104,6 @@ def _take(ways: dict[str, _Way], group: list[Request], sampling: Sampling, batch
         decoded = way.decode(group, sampling, batch)
         by_name[name] = replace(decoded, peak_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None)
     return by_name, watch.read()
-
-
-def _warm_up(ways: dict[str, _Way], request: Request, sampling: Sampling) -> None:
-    """Decode a few tokens every way, as first passes are slow."""
-    short = replace(request, max_new_tokens=min(16, request.max_new_tokens))
-    for way in ways.values():
-        way.decode([short], sampling)
 
 
 def _groups(requests: Sequence[Request], size: int) -> list[list[Request]]:

@@ -155,7 +155,21 @@ class GenerateSystem:
         Returned are texts and seconds: ttft, until the first tokens came (one, or with an assistant those of its first round, its own
         prefill included, which favours it a little), and decode.
         """
-        options = _sampling_options(self.target, sampling) | dict(self.options)
+        # Everything that changes the text as our own decoder has it, whatever the model's generation config says.
+        eos_ids = self.target.eos_ids
+        options: dict[str, object] = {
+            "do_sample": not sampling.greedy,
+            "num_beams": 1,
+            "repetition_penalty": sampling.repetition_penalty,
+            "eos_token_id": list(eos_ids) or None,
+            "pad_token_id": (eos_ids or (0,))[0],
+        }
+        if not sampling.greedy:
+            options |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+            # At 0 it changes nothing but costs a pass over the logits.
+            if sampling.min_p or getattr(self.target.model.generation_config, "min_p", None):
+                options["min_p"] = sampling.min_p
+        options |= dict(self.options)
         if self.assistant is not None:
             # Read from the assistant alone: what `generate` is given for it is ignored.
             config = self.assistant.model.generation_config
@@ -217,20 +231,3 @@ def looked_up(target: Target, num_speculative_tokens: int) -> GenerateSystem:
     """Return `generate` with prompt lookup."""
     options = {"prompt_lookup_num_tokens": num_speculative_tokens, "max_matching_ngram_size": 3}
     return GenerateSystem(f"{GENERATE}, prompt lookup", target, options)
-
-
-def _sampling_options(target: Target, sampling: Sampling) -> dict[str, object]:
-    """Set everything that changes the text as our own decoder has it, whatever the model's generation config says."""
-    options: dict[str, object] = {
-        "do_sample": not sampling.greedy,
-        "num_beams": 1,
-        "repetition_penalty": sampling.repetition_penalty,
-        "eos_token_id": list(target.eos_ids) or None,
-        "pad_token_id": (target.eos_ids or (0,))[0],
-    }
-    if not sampling.greedy:
-        options |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-        # At 0 it changes nothing but costs a pass over the logits.
-        if sampling.min_p or getattr(target.model.generation_config, "min_p", None):
-            options["min_p"] = sampling.min_p
-    return options

@@ -85,7 +85,22 @@ class LlamaServerProcess:
         except OSError as error:
             raise UserError(f"Cannot start {self.program}: {error.strerror}; name a llama-server program.") from error
         try:
-            self._wait()
+            deadline = time.monotonic() + self.timeout
+            while time.monotonic() < deadline:
+                if self._process.poll() is not None:
+                    said = last_line(self.log.read_text(encoding="utf-8", errors="replace"))
+                    raise UserError(f"llama-server ended while it loaded: {said} (see {self.log}).")
+                try:
+                    # 503 while it loads.
+                    self.http.get("/health")
+                    break
+                except UserError:
+                    time.sleep(0.05)
+            else:
+                raise UserError(f"llama-server was not ready after {self.timeout:g} seconds: see {self.log}.")
+            said = self.log.read_text(encoding="utf-8", errors="replace")
+            self.end_ids = tuple(sorted({int(number) for number in re.findall(r"EOG token += (\d+) ", said)}))
+            assert self.end_ids, "the server names at least the EOS"
         except BaseException:
             self._stop()
             raise
@@ -123,24 +138,6 @@ class LlamaServerProcess:
                     f"The log {self.log} does not show the {drafted} drafted tokens that the server counts."
                 )
             time.sleep(0.02)
-
-    def _wait(self) -> None:
-        deadline = time.monotonic() + self.timeout
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                said = last_line(self.log.read_text(encoding="utf-8", errors="replace"))
-                raise UserError(f"llama-server ended while it loaded: {said} (see {self.log}).")
-            try:
-                # 503 while it loads.
-                self.http.get("/health")
-                break
-            except UserError:
-                time.sleep(0.05)
-        else:
-            raise UserError(f"llama-server was not ready after {self.timeout:g} seconds: see {self.log}.")
-        log = self.log.read_text(encoding="utf-8", errors="replace")
-        self.end_ids = tuple(sorted({int(number) for number in re.findall(r"EOG token += (\d+) ", log)}))
-        assert self.end_ids, "the server names at least the EOS"
 
     def _stop(self) -> None:
         self._process.kill()

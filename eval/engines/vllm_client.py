@@ -64,11 +64,24 @@ def run_vllm(settings: VllmSettings, requests: Sequence[Request], folder: Path) 
     job.write_text(json.dumps(wanted), encoding="utf-8")
     result.unlink(missing_ok=True)
     command = [str(settings.home / "bin" / "python"), str(RUNNER), str(job), str(result)]
+    # One thread that is not bound to a core, its own process's engine, and no network.
+    own = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    # Without Intel's OpenMP, which comes with it, its threads wait for each other most of the time.
+    library = settings.home / "lib" / "libiomp5.so"
+    if sys.platform == "linux" and library.exists():
+        own["LD_PRELOAD"] = str(library)
+    # The environment that draftsmith runs in is not vLLM's.
+    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     try:
         with log.open("wb") as output:
-            subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, env=_environment(settings.home), check=True
-            )
+            subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=kept | own, check=True)
     except OSError as error:
         raise UserError(f"Cannot start {command[0]}: {error.strerror}; name the environment of vLLM.") from error
     except subprocess.CalledProcessError as error:
@@ -89,24 +102,6 @@ def run_vllm(settings: VllmSettings, requests: Sequence[Request], folder: Path) 
     for name, value in run.counters.items():
         assert seen.get(name, value) == value, f"{name}: the runner saw {seen[name]}, vLLM counts {value}"
     return run
-
-
-def _environment(home: Path) -> dict[str, str]:
-    """One thread that is not bound to a core, its own process's engine, and no network."""
-    own = {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    # Without Intel's OpenMP, which comes with it, its threads wait for each other most of the time.
-    library = home / "lib" / "libiomp5.so"
-    preload = {"LD_PRELOAD": str(library)} if sys.platform == "linux" and library.exists() else {}
-    # The environment that draftsmith runs in is not vLLM's.
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return {**kept, **own, **preload}
 
 
 def _answer(entry: dict[str, Any]) -> EngineAnswer:

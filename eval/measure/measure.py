@@ -105,6 +105,11 @@ def _acceptance(
     drafts, shown = _pairs(prompts, simulated=False), decoded if counted else simulated
     budgets = [str(budget) for budget in system.budgets]
     by_budget = {name: total((t.by_budget[i] for t in texts), k).tau for i, name in enumerate(budgets)}
+    points = []
+    for length in range(1, min((len(t.simulated) for t in texts), default=0) + 1):
+        tally = total((t.simulated[length - 1] for t in texts), length)
+        rate = tally.acceptance_rate if system.counts_drafts else None
+        points.append(SweepPoint(length, tally.tau, rate, _predicted(system, costs, length, tally.tau)))
     return {
         "prompts": len(prompts),
         "tokens": int(shown.tokens),
@@ -121,7 +126,7 @@ def _acceptance(
         "acceptance_at_simulated": tuple(simulated.acceptance_at) if simulated.rounds else None,
         "alpha_at_simulated": tuple(simulated.alpha_at) if simulated.rounds else None,
         **acceptance_by_condition(system.trained_length, thought_of, counted, expected),
-        "k_sweep": _sweep(system, texts, costs) or None,
+        "k_sweep": tuple(points) or None,
         "budget_sweep": by_budget or None,
         "looping": sum(is_looping(t.generation.output_ids) for t in texts) / len(texts) if texts else None,
     }
@@ -213,16 +218,6 @@ def ms_per_round(groups: Sequence[Decoded]) -> MsPerRound | None:
     if not passes:
         return None
     return MsPerRound(**{part: 1000 * sum(d.seconds[part] for d in groups) / passes for part in _DECODE_PARTS})
-
-
-def _sweep(system: SystemUnderTest, texts: Sequence[Text], costs: Costs | None) -> tuple[SweepPoint, ...]:
-    """Return what the simulation, and costs where they are known, say of every draft length."""
-    points = []
-    for k in range(1, min((len(t.simulated) for t in texts), default=0) + 1):
-        tally = total((t.simulated[k - 1] for t in texts), k)
-        rate = tally.acceptance_rate if system.counts_drafts else None
-        points.append(SweepPoint(k, tally.tau, rate, _predicted(system, costs, k, tally.tau)))
-    return tuple(points)
 
 
 def _predicted(system: SystemUnderTest, costs: Costs | None, k: int, tau: float | None) -> float | None:

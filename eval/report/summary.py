@@ -67,7 +67,14 @@ def _equality(m: Measures) -> str:
 
 def headline(view: View) -> Section:
     """Speed and accepted length, over everything and per slice, the target alone and every drafter side by side."""
-    tables = [_systems(view)]
+    overall = []
+    for system in view.systems:
+        m = system.drafter.overall
+        speed = between(times(m.speedup), view.spread(system.result_index, m, m.speedup_spread), times)
+        rates = (significant(m.decode_tok_s), significant(m.baseline_tok_s))
+        overall.append(Row((system.label, _tau_cell(m), speed, *rates, whole(m.prompts), whole(m.rounds))))
+    names = ("system", "τ", "speedup", "tok/s", "target alone tok/s", "prompts", "rounds")
+    tables = [Table("Every system, over all slices", names, tuple(overall))]
     for i in range(len(view.results)):
         rows = [row for name in view.slices for row in _headline_rows(view, i, name)]
         columns = ("slice", "system", "τ", "speedup", "decode tok/s", "TTFT", "over generate", "prompts", "rounds")
@@ -128,18 +135,6 @@ def _precision(system: System) -> str:
 def _tau_cell(m: Measures) -> str:
     mark = " simulated" if m.tau is None and m.tau_simulated is not None else ""
     return between(number(tau_of(m)), interval_of(m), number) + mark
-
-
-def _systems(view: View) -> Table:
-    """A row for each system, over all slices."""
-    rows = []
-    for system in view.systems:
-        m = system.drafter.overall
-        speed = between(times(m.speedup), view.spread(system.result_index, m, m.speedup_spread), times)
-        rates = (significant(m.decode_tok_s), significant(m.baseline_tok_s))
-        rows.append(Row((system.label, _tau_cell(m), speed, *rates, whole(m.prompts), whole(m.rounds))))
-    columns = ("system", "τ", "speedup", "tok/s", "target alone tok/s", "prompts", "rounds")
-    return Table("Every system, over all slices", columns, tuple(rows))
 
 
 def _headline_rows(view: View, result_index: int, name: str) -> list[Row]:

@@ -191,7 +191,15 @@ def read_history(run: Path) -> History | None:
     that was cut short is left out.
     """
     folder = run / "train" if (run / "train").is_dir() else run
-    records = _evaluations(folder / "metrics.jsonl") if (folder / "metrics.jsonl").exists() else []
+    path, records = folder / "metrics.jsonl", list[tuple[Point, dict[str, Any]]]()
+    for number, line in enumerate(read_lines(path, _REMEDY) if path.exists() else (), start=1):
+        if b'"tau"' in line and line.endswith(b"\n"):  # one in hundreds has it
+            place = f"{path}, line {number}"
+            record = parse_json(line, place, _REMEDY)
+            if not isinstance(record, dict):
+                raise UserError(f"{place} is no step of a training: {_REMEDY}.")
+            if point := point_of(record, place):
+                records.append((point, record))
     if not records:
         return None
     points = tuple(point for point, _ in records)
@@ -271,20 +279,6 @@ def point_of(record: Mapping[str, Any], place: str) -> Point | None:
     tau = record["tau"]
     fields = {"step": record.get("step"), "tokens": record.get("tokens")}
     return read_dataclass(Point, fields | {"tau": tau.get("overall") if isinstance(tau, dict) else tau}, place)
-
-
-def _evaluations(path: Path) -> list[tuple[Point, dict[str, Any]]]:
-    """Return the evaluations in metrics.jsonl, each with its whole line."""
-    evaluations = []
-    for number, line in enumerate(read_lines(path, _REMEDY), start=1):
-        if b'"tau"' in line and line.endswith(b"\n"):  # one in hundreds has it
-            place = f"{path}, line {number}"
-            record = parse_json(line, place, _REMEDY)
-            if not isinstance(record, dict):
-                raise UserError(f"{place} is no step of a training: {_REMEDY}.")
-            if point := point_of(record, place):
-                evaluations.append((point, record))
-    return evaluations
 
 
 def read_stage(path: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

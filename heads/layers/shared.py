@@ -33,13 +33,6 @@ class Shared:
         self.sums: list[Tensor | None] = [None] * len(tensors)
         self.tensors: tuple[Tensor, ...] = _Shared.apply(self, *tensors)
 
-    def sum_of(self, number: int) -> Tensor:
-        """Return the sum of a tensor's gradients so far, fp32, to be added to in place."""
-        found = self.sums[number]
-        if found is None:
-            found = self.sums[number] = torch.zeros_like(self.tensors[number], dtype=torch.float32)
-        return found
-
     def take(self) -> list[Tensor | None]:
         """Return the sums and begin again."""
         sums, self.sums = self.sums, [None] * len(self.sums)
@@ -199,7 +192,10 @@ class _Product(torch.autograd.Function):
                 if ctx.needs_input_grad[number - len(parts)]:
                     owner.add(number, own, columns, part_Rn, flat)
             if start is not None and ctx.needs_input_grad[5]:
-                start.table.sum_of(0)[:, ctx.outputs].index_add_(0, start.index, grad_Rn.float())
+                found = start.table.sums[0]
+                if found is None:
+                    found = start.table.sums[0] = torch.zeros_like(start.table.tensors[0], dtype=torch.float32)
+                found[:, ctx.outputs].index_add_(0, start.index, grad_Rn.float())
         given = () if start is None else (None,)
         return None, None, None, None, None if d_x is None else d_x.view_as(x), *given, *(None for _ in parts)
 

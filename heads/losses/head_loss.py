@@ -23,8 +23,7 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.data.memory import move
 from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput, iterate_supervised_rows, shift_left
 from draftsmith.heads.losses.divergences import LOSSES, TINY, Teacher, acceptance, choose, hard_ce, kl, top_k_ce
-from draftsmith.heads.losses.pieces import Piece, joined, sum_pieces
-from draftsmith.heads.losses.plan import divisor_of, plan_loss
+from draftsmith.heads.losses.pieces import Piece, divisor_of, joined, plan_loss, sum_pieces
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.plan import LossPlan, flat_rows
 from draftsmith.target.target import TargetHead

@@ -120,9 +120,13 @@ def train_target(samples: Sequence[Tokenized], settings: EmbeddedSettings, progr
                 optimizers = _optimizers(model, settings)
             loss = packed_loss(model, rows)
             loss.backward()
+            # The factor on the peak rates: a warmup at either depth, constant, linear to 0 over the last part.
+            deep = step - settings.shallow_steps
+            warm, left = (deep if deep >= 0 else step) + 1, settings.steps - deep
+            factor = min(1.0, warm / _WARMUP_STEPS, left / (_DECAY_SHARE * settings.steps))
             for optimizer, peak in zip(optimizers, (settings.muon_lr, settings.adamw_lr), strict=True):
                 for group in optimizer.param_groups:
-                    group["lr"] = peak * _schedule(step, settings)
+                    group["lr"] = peak * factor
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
             if step % 10 == 9:
@@ -199,13 +203,6 @@ def _optimizers(model: LlamaForCausalLM, settings: EmbeddedSettings) -> list[tor
     assert len(matrices) + len(others) == sum(1 for _ in model.parameters())
     muon = Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay, momentum=0.95)
     return [muon, torch.optim.AdamW(others, lr=settings.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0)]
-
-
-def _schedule(step: int, settings: EmbeddedSettings) -> float:
-    """Return the factor on the peak rates: a warmup at either depth, constant, linear to 0 over the last part."""
-    deep = step - settings.shallow_steps
-    since = deep if deep >= 0 else step
-    return min(1.0, (since + 1) / _WARMUP_STEPS, (settings.steps - deep) / (_DECAY_SHARE * settings.steps))
 
 
 def main() -> int:

@@ -12,8 +12,7 @@ from draftsmith.data.conversations.templates import load_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import TABLE_MARK, write_cost_table
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.engines.server import MeasuredServer
-from draftsmith.eval.engines.server_costs import TOKENS, measure_served
+from draftsmith.eval.engines.server import TOKENS, MeasuredServer, measure_served
 from draftsmith.eval.measure.texts import check_lossless
 from draftsmith.eval.report.report import write_report
 from draftsmith.eval.results.result import Lossless, Result, TargetInfo, read_result, write_result

@@ -134,18 +134,7 @@ def view_of(results: Sequence[Result], decision: Decision | None = None, history
     """Label every drafter of every result by what distinguishes them. Raises UserError for no result."""
     if not results:
         raise UserError("A report needs at least one result.json; run the evaluation first.")
-    labels = setting_labels(results)
-    pairs = [(i, label, name) for i, label in enumerate(labels) for name in results[i].drafters]
-    systems = tuple(
-        System(f"{name} · {label}" if len(results) > 1 else name, index, name, results[i].drafters[name], i)
-        for index, (i, label, name) in enumerate(pairs)
-    )
-    slices = (OVERALL, *dict.fromkeys(name for system in systems for name in system.drafter.slices))
-    return View(tuple(results), tuple(labels), systems, slices, decision, history)
-
-
-def setting_labels(results: Sequence[Result]) -> list[str]:
-    """Return one short label per result: its temperature and, as far as needed, what else distinguishes it."""
+    # One short label per result: its temperature and, as far as needed, what else distinguishes it.
     traits = []
     for result in results:
         s = result.settings
@@ -153,12 +142,19 @@ def setting_labels(results: Sequence[Result]) -> list[str]:
         run = [f"K={s.num_speculative_tokens}", s.dtype, f"batch {s.batch}", result.target.path, f"seed {s.seed}"]
         traits.append([*sampling, *run, (result.commit or "no commit")[:9], result.date])
     kept = [0]
-    for i in range(1, len(traits[0]) if traits else 0):
+    for i in range(1, len(traits[0])):
         known = len({tuple(trait[j] for j in kept) for trait in traits})
         if len({tuple(trait[j] for j in (*kept, i)) for trait in traits}) > known:
             kept.append(i)
-    labels = [", ".join(trait[i] for i in kept) for trait in traits]
-    return [label if labels.count(label) == 1 else f"{label}, result {i + 1}" for i, label in enumerate(labels)]
+    told = [", ".join(trait[i] for i in kept) for trait in traits]
+    labels = [label if told.count(label) == 1 else f"{label}, result {i + 1}" for i, label in enumerate(told)]
+    pairs = [(i, label, name) for i, label in enumerate(labels) for name in results[i].drafters]
+    systems = tuple(
+        System(f"{name} · {label}" if len(results) > 1 else name, index, name, results[i].drafters[name], i)
+        for index, (i, label, name) in enumerate(pairs)
+    )
+    slices = (OVERALL, *dict.fromkeys(name for system in systems for name in system.drafter.slices))
+    return View(tuple(results), tuple(labels), systems, slices, decision, history)
 
 
 def best_k(m: Measures) -> int | None:

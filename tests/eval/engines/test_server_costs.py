@@ -6,9 +6,8 @@ import pytest
 
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import ALONE, CostTable
-from draftsmith.eval.engines import server_costs
-from draftsmith.eval.engines.server import Batch, Event
-from draftsmith.eval.engines.server_costs import TOKENS, measure_served, time_batch
+from draftsmith.eval.engines import server as server_costs
+from draftsmith.eval.engines.server import TOKENS, Batch, Event, measure_served, time_batch
 from tests.eval.planner.plans import TARGET
 
 

@@ -13,7 +13,7 @@ from draftsmith.decoder.trees import DynamicTree
 from draftsmith.eval.conformance.recorded_drafts import figures
 from draftsmith.eval.conformance.spec import Spec, tiny_target
 from draftsmith.eval.drafters.system import head_system
-from draftsmith.eval.simulate import grown
+from draftsmith.eval.simulate import texts as simulated_texts
 from draftsmith.heads.dflash import DFlashOptions
 from draftsmith.heads.dflash2 import DFlash2Options
 
@@ -37,7 +37,7 @@ def test_one_simulation_is_exact_for_every_size_and_depth(
     method: str, rule: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounds, accepted tokens by position and drafted nodes are those of decoding, at any temperature: no node is drawn."""
-    monkeypatch.setattr(grown, "_CHUNK_CANDIDATES", 2000)  # some chunks, the last one shorter
+    monkeypatch.setattr(simulated_texts, "_CHUNK_CANDIDATES", 2000)  # some chunks, the last one shorter
     head, target = spec(method).deployed, spec(method).verifier
     for budget, depth in [*((budget, DEPTH) for budget in BUDGETS), (8, 2)]:
         system = head_system("", head, DEPTH, DEPTH, tree=DynamicTree(DEPTH, 4, budget, rule), budgets=BUDGETS)

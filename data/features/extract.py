@@ -17,8 +17,7 @@ from torch import Tensor, distributed
 
 from draftsmith.data.batch import CHUNK_BATCHES, Features, States, Tokenized, plan_passes
 from draftsmith.data.features.behind import Behind, HostCopies
-from draftsmith.data.features.columns import StoredSamples
-from draftsmith.data.features.index import INDEX_NAME, StoreSpec, is_complete, parse_dtype, read_index
+from draftsmith.data.features.index import INDEX_NAME, StoredSamples, StoreSpec, is_complete, parse_dtype, read_index
 from draftsmith.data.features.store import FeatureStore, check_disk_space, estimate_bytes, readable_bytes
 from draftsmith.data.features.writing import SHARD_BYTES, FeatureWriter, Rows, begin_store, rows_of
 from draftsmith.data.memory import map_tensors

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.data.batch import Chunk, Features, Tokenized, plan_chunks
-from draftsmith.data.features.columns import AGAIN
 from draftsmith.data.features.index import (
+    AGAIN,
     INDEX_NAME,
     StoreSpec,
     append_shard,

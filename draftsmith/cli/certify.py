@@ -31,7 +31,7 @@ from draftsmith.eval.certificate.certificate import (
 from draftsmith.eval.certificate.controls import CONTROLS, Control
 from draftsmith.eval.certificate.page import CERTIFICATE_MARK, Greedy, judge_greedy, make_certificate, page
 from draftsmith.eval.certificate.served import SampledServer, compare_greedy
-from draftsmith.eval.drafters.system import SystemUnderTest, Way
+from draftsmith.eval.drafters.system import Way
 from draftsmith.eval.measure.texts import check_lossless
 from draftsmith.foreign.records import Journal
 from draftsmith.heads.formats.recognise import head_digest
@@ -83,7 +83,7 @@ class _Decoder:
 
     def names(self, sampling: Sampling) -> list[str]:
         """Name the ways to draft that differ at a setting."""
-        return [c.name for c in self._systems(sampling)]
+        return [c.name for c in at_temperature(self._ways, sampling)]
 
     def draw(self, name: str, prompts: Sequence[Request], design: Design) -> Draw:
         """Return how samples are drawn; no name for the target alone."""
@@ -93,11 +93,8 @@ class _Decoder:
     def greedy(self, journal: Journal) -> list[Greedy]:
         """Compare greedy answers with the target's own."""
         greedy = self._spec.sampling(0.0)
-        found = check_lossless(self._target, self._systems(greedy), self.requests, greedy, journal)
+        found = check_lossless(self._target, at_temperature(self._ways, greedy), self.requests, greedy, journal)
         return [judge_greedy(name, one["overall"]) for name, one in found.items()]
-
-    def _systems(self, sampling: Sampling) -> list[SystemUnderTest]:
-        return at_temperature(self._ways, sampling)
 
 
 class _Servers:

@@ -93,7 +93,9 @@ class DraftedModel(LM):
                 decoded = decode_batch(writer.target, writer.drafter, group, self.sampling, writer.typical, rows)
                 for i, answer in zip(places, decoded.generations, strict=True):
                     text = tokenizer.decode(answer.output_ids, skip_special_tokens=True)
-                    texts[i] = _until(text.rpartition(self.session.recipe.evaluate.thinking[1])[2], rules[i]["until"])
+                    text = text.rpartition(self.session.recipe.evaluate.thinking[1])[2]
+                    ends = (text.split(stop, 1)[0] for stop in rules[i]["until"] if stop)
+                    texts[i] = min(ends, key=len, default=text)
                 bar.update(len(places))
         return texts
 
@@ -116,11 +118,6 @@ class DraftedModel(LM):
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """Not asked for: `check_tasks` refuses such tasks."""
         raise NotImplementedError
-
-
-def _until(text: str, stops: Sequence[str]) -> str:
-    """Return a text up to the first of the stop texts."""
-    return min((text.split(stop, 1)[0] for stop in stops if stop), key=len, default=text)
 
 
 def measure_quality(session: Session, names: Sequence[str], limit: int | None, output: Path) -> None:

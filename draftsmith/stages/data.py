@@ -13,9 +13,8 @@ from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_all, tokenize_conversation
 from draftsmith.data.conversations.templates import left_out, prepare_prompts, render_text, template_name
-from draftsmith.data.features.columns import StoredSamples
 from draftsmith.data.features.extract import OnlineSource, extract
-from draftsmith.data.features.index import read_index
+from draftsmith.data.features.index import StoredSamples, read_index
 from draftsmith.data.features.store import FeatureSource, FeatureStore
 from draftsmith.data.team import Alone
 from draftsmith.errors import UserError
@@ -255,7 +254,7 @@ def stored_samples(session: Session) -> StoredSamples | None:
     if not session.data.holds("features", feature_inputs(session, session.upstream("answers"), stored_layers(session))):
         return None
     _warn_again(session, "features")
-    return read_index(_features_folder(session)).samples
+    return read_index(session.recipe.data_path / "features").samples
 
 
 def begin_features(session: Session) -> bool:
@@ -279,7 +278,7 @@ def features_stage(
         return OnlineSource(
             session.target, samples, stored_layers(session), dtype=spec.dtype, batch_tokens=spec.batch_tokens
         )
-    path = _features_folder(session)
+    path = session.recipe.data_path / "features"
     if todo:
         resumed = "the rest of them " if any(path.glob("shard-*.safetensors")) else ""
         started, stored = time.perf_counter(), stored_layers(session)
@@ -307,10 +306,6 @@ def features_stage(
 
         ours.tell(finish)  # after the store was opened, before earlier ones are removed
     return FeatureStore(path, fingerprint=session.target.fingerprint, verify=spec.verify)
-
-
-def _features_folder(session: Session) -> Path:
-    return session.recipe.data_path / "features"
 
 
 def feature_inputs(session: Session, answers: str | None, layers: tuple[int, ...]) -> dict[str, Any]:

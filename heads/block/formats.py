@@ -15,7 +15,7 @@ from draftsmith.heads.block.base import Head
 from draftsmith.heads.checkpoint import EMBEDDING, fill
 from draftsmith.heads.files import explain_config, read_config, read_weights
 from draftsmith.heads.formats.engines import LLAMA_CPP_SILENT, start_llama_cpp
-from draftsmith.heads.formats.layout import Rule, Served, more_than_a_matrix
+from draftsmith.heads.formats.layout import Rule, Served, biased_target, more_than_a_matrix
 from draftsmith.heads.formats.published import (
     check_mask_token,
     check_sizes,
@@ -186,6 +186,13 @@ def whole_vocabulary(title: str, why: str) -> Rule:
         "train with the whole vocabulary (head.draft_vocab_size null)",
         lambda files, target, head: files.config["draft_vocab_size"] != files.config["vocab_size"],
     )
+
+
+def biased_projection(title: str) -> Rule:
+    """Return the rule of engines that draft with the bare matrix too, but take no more of the logits than which token is likeliest,
+    unless they are told to sample: a scale or a softcap changes nothing of that."""
+    what = f"a target whose output projection has a bias, for {title}"
+    return Rule(what, "takes the bare matrix for the drafts", MEASURE_ALONE, biased_target)
 
 
 def bare_matrix(title: str) -> Rule:

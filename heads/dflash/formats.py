@@ -5,7 +5,7 @@ from pathlib import Path
 from draftsmith.heads.block import formats as block
 from draftsmith.heads.dflash.head import DFlashHead
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target
+from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.recognise import Format
 from draftsmith.heads.formats.schema import ABSENT
 from draftsmith.target.target import Target
@@ -41,14 +41,6 @@ DFLASH = block.block_schema(
     },
 )
 
-BIASED_TARGET = Rule(
-    "a target whose output projection has a bias, for DFlash",
-    "takes the bare matrix for the drafts",
-    block.MEASURE_ALONE,
-    # A scale or a softcap leaves the most likely token what it is, which is all that vLLM takes of DFlash's logits unless
-    # it is told to sample its drafts.
-    biased_target,
-)
 CPU_NORMS = (
     "On CPUs vLLM 0.32 normalises the keys of the text with the first layer's weights in all layers (its "
     "`rms_norm` knows one row of weights there), so drafts of several layers are accepted less."
@@ -62,7 +54,7 @@ LAYOUTS = (
         {
             "vllm": Served(
                 engines.start_vllm("dflash"),
-                rules=(BIASED_TARGET,),
+                rules=(block.biased_projection("DFlash"),),
                 caveats=(block.BLOCK_LENGTH_VLLM, CPU_NORMS, ONE_PASS),
                 needs="states",
             )

@@ -10,7 +10,7 @@ from typing import Any
 from draftsmith.heads.block import formats as block
 from draftsmith.heads.dflash2.head import DFlash2Head
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.layout import Layout, Rule, Served, biased_target
+from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.recognise import Format
 from draftsmith.heads.formats.schema import ABSENT, Export, TensorRow
 from draftsmith.target.target import Target
@@ -75,12 +75,7 @@ DFLASH2 = block.block_schema(
 )
 
 _OWN_VOCABULARY = block.whole_vocabulary("DFlash2", "takes its candidates for tokens of the target")
-_BIAS = Rule(
-    "a target whose output projection has a bias, for DFlash2",
-    "takes the bare matrix for the drafts",
-    block.MEASURE_ALONE,
-    biased_target,
-)
+_BIAS = block.biased_projection("DFlash2")
 _NARROW = Rule(
     "more candidates (head.selector_top_k) than the target is wide for: k (k + 1) is above its width",
     "keeps the scores of all pairs in a state of that width",

@@ -3,11 +3,10 @@
 The files are DFlash's. That the block is causal is said twice: `causal_head` is the key of JetSpec's own code, `causal` vLLM's.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.heads.block import formats as block
-from draftsmith.heads.dflash.formats import BIASED_TARGET, CPU_NORMS
+from draftsmith.heads.dflash.formats import CPU_NORMS
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Served
 from draftsmith.heads.formats.recognise import Format, HeadFolder
@@ -46,7 +45,7 @@ LAYOUTS = (
         {
             "vllm": Served(
                 engines.start_vllm("dflash"),
-                rules=(replace(BIASED_TARGET, what="a target whose output projection has a bias, for JetSpec"),),
+                rules=(block.biased_projection("JetSpec"),),
                 caveats=(
                     "vLLM drafts chains of it, no trees. One of before June 2026 does not read `dflash_config.causal`, and lets slots see "
                     "those behind them, which accepts less.",

@@ -33,8 +33,7 @@ from tqdm import tqdm
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.features import extract as extraction
 from draftsmith.data.features import writing
-from draftsmith.data.features.columns import IDS, MASKS, NAMES, SAMPLES
-from draftsmith.data.features.index import CHECKSUMS, INDEX_NAME, SHARDS, StoreSpec
+from draftsmith.data.features.index import CHECKSUMS, IDS, INDEX_NAME, MASKS, NAMES, SAMPLES, SHARDS, StoreSpec
 from draftsmith.data.features.store import FeatureStore, estimate_bytes
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.registry import methods

@@ -145,14 +145,11 @@ class GpuCheck:
         for step in wanted:
             self._step(replace(step, share=0.95 * step.share / whole))
 
-    def _at(self, name: str) -> Path:
-        return self.work / f"{name}.facts"
-
     def _part(self, facts: str, *words: str) -> tuple[str, ...]:
-        return (sys.executable, "-m", "scripts.bench.gpu.check", str(self._at(facts)), *words)
+        return (sys.executable, "-m", "scripts.bench.gpu.check", str(self.work / f"{facts}.facts"), *words)
 
     def _facts(self, name: str) -> dict[str, Any]:
-        path = self._at(name)
+        path = self.work / f"{name}.facts"
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def _recipe(self, head: str) -> list[str]:

@@ -16,9 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from draftsmith.data.batch import Features, Tokenized
-from draftsmith.data.features import columns, writing
+from draftsmith.data.features import index as columns
 from draftsmith.data.features import index as store_index
 from draftsmith.data.features import store as features
+from draftsmith.data.features import writing
 from draftsmith.data.features.index import StoreSpec, read_index, shard_name
 from draftsmith.data.features.store import FeatureStore, check_disk_space, estimate_bytes
 from draftsmith.data.features.writing import FeatureWriter, begin_store, plan_shards, rows_of
@@ -212,7 +213,7 @@ def test_records_out_of_order_are_refused_though_their_checksum_is_right(
     (tmp_path / columns.SAMPLES).write_bytes(records.tobytes())
     index = tmp_path / "index.json"
     names = np.frombuffer((tmp_path / columns.NAMES).read_bytes(), "u1")
-    index.write_text(index.read_text().replace(found.columns, columns._digest(records, names)))
+    index.write_text(index.read_text().replace(found.columns, columns.digest_columns(records, names)))
     refused(tmp_path, "is corrupt")
 
 

@@ -45,7 +45,7 @@ of_glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the 
 FAULTS = """
 import resource, sys
 import torch
-from draftsmith.memory import keep_freed_memory
+from draftsmith.machine import keep_freed_memory
 accepted = keep_freed_memory() if sys.argv[1] == "keep" else None
 
 def faults():
@@ -63,7 +63,7 @@ GROWTH = """
 import sys
 import psutil
 import torch
-from draftsmith.memory import HeldMemory, keep_freed_memory
+from draftsmith.machine import HeldMemory, keep_freed_memory
 accepted, held, most, given_back, kept = keep_freed_memory(), HeldMemory(), 0, 0, []
 for step in range(50):
     # What is freed is too small for the next step, and what is kept lies behind it.

@@ -8,6 +8,7 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from math import inf
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from draftsmith.eval.results.result import Measures, Result, read_result
 from draftsmith.eval.training.history import Forecast, Point, forecast, point_of
 from draftsmith.foreign.text import parse_json, read_lines
 from draftsmith.progress import say
-from draftsmith.recipe.schema import Backend, Recipe, TrackingSpec
+from draftsmith.recipe.schema import Recipe, TrackingSpec
 from draftsmith.storage import explain_os_error, fingerprint, sha256_file, write_text
 from draftsmith.train.process import code_of
 from draftsmith.train.trackers import DASHBOARDS, Cell, RunInfo, flatten
@@ -100,7 +101,14 @@ class Dashboards:
         info = RunInfo(folder, spec, spec.name or name, self.kept.get("config", {}), fresh)
         try:
             for backend in spec.active:
-                self._boards.append(_started(backend, info))
+                kind = DASHBOARDS[backend]
+                try:
+                    board = kind(info)
+                    board.start()
+                except Exception as error:
+                    why = " ".join(str(error).split())
+                    raise UserError(f"{kind.title} did not start ({why}): {kind.remedy}.") from error
+                self._boards.append(board)
         except BaseException:
             self._each(lambda board: board.end(1))
             raise
@@ -214,16 +222,6 @@ def read_kept(path: Path) -> dict[str, dict[str, Any]]:
     return kept
 
 
-def _started(backend: Backend, info: RunInfo) -> Any:
-    kind = DASHBOARDS[backend]
-    try:
-        board = kind(info)
-        board.start()
-    except Exception as error:
-        raise UserError(f"{kind.title} did not start ({' '.join(str(error).split())}): {kind.remedy}.") from error
-    return board
-
-
 def _prefixed(record: Mapping[str, Any], clocks: Mapping[str, float]) -> dict[str, float]:
     """Return the figures of a step under train/ and heldout/."""
     named: dict[str, Any] = {"train": dict(clocks), "heldout": {}}
@@ -284,8 +282,13 @@ def _give_results(boards: Dashboards, kind: str, results: Sequence[Result]) -> N
     at = {key: m.acceptance_at or m.acceptance_at_simulated or () for key, m in named.items()}
     lengths = {key: [point.tau_simulated for point in m.k_sweep or ()] for key, m in named.items()}
     for curve, series in (("acceptance_at", at), ("tau_by_length", lengths)):
-        drawn = {key: whole for key, values in series.items() if (whole := _numbers(values))}
-        boards.curves(f"{kind}/{curve}", drawn)
+        # Up to the first that was not measured.
+        drawn = {
+            key: whole
+            for key, values in series.items()
+            if (whole := [*takewhile(lambda value: value is not None, values)])
+        }
+        boards.curves(f"{kind}/{curve}", {key: values for key, values in drawn.items() if values})
     figures = {
         f"{kind}/{name}/t{temperature:g}/{column}": value
         for (name, temperature, part), measures in measured
@@ -294,9 +297,3 @@ def _give_results(boards: Dashboards, kind: str, results: Sequence[Result]) -> N
         if isinstance(value := _COLUMNS[column](measures), float)
     }
     boards.summary(figures)
-
-
-def _numbers(values: Sequence[float | None]) -> list[float]:
-    """Return the values up to the first that was not measured."""
-    missing = next((i for i, value in enumerate(values) if value is None), len(values))
-    return [value for value in values[:missing] if value is not None]

@@ -26,8 +26,7 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.layers.compiled import compiling
 from draftsmith.heads.losses.head_loss import LossOutput
-from draftsmith.machine import environment_json
-from draftsmith.memory import HeldMemory
+from draftsmith.machine import HeldMemory, environment_json
 from draftsmith.progress import Bar, say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.storage import write_json

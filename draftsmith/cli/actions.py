@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from draftsmith.cli import launching
-from draftsmith.cli.boundary import put
+from draftsmith.cli.boundary import put, tell
 from draftsmith.cli.commands import COMMANDS, REDO
-from draftsmith.cli.gating import Gate, judge_comparison, read_gate, result_pairs
+from draftsmith.cli.gating import MISSED, Gate, read_gate, result_pairs
 from draftsmith.cli.served import ONLY_SERVED, evaluate_served
 from draftsmith.data.conversations.show import show_conversation
 from draftsmith.errors import UserError
@@ -304,7 +304,10 @@ def compare(own: Namespace, words: list[str]) -> int:
         Console().print(comparison_text(one))
     if own.output is not None:
         put(own.output)
-    return max([judge_comparison(one) for one in comparisons]) if own.fail_if_worse else 0
+    worse = [sentence for one in comparisons if own.fail_if_worse for sentence in one.worse]
+    for sentence in worse:
+        tell(sentence)
+    return MISSED if worse else 0
 
 
 def import_native(own: Namespace, words: list[str]) -> int:

@@ -10,7 +10,6 @@ from pathlib import Path
 from draftsmith.cli.boundary import tell
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.gate.compare import Comparison
 from draftsmith.eval.gate.gate import JUNIT_MARK, Threshold, check_names, check_results, parse_thresholds, to_junit
 from draftsmith.eval.results.result import Result, read_result
 from draftsmith.stages.evaluation import conversations_of
@@ -104,10 +103,3 @@ def _result_files(place: Path) -> list[Path]:
     raise UserError(
         f"There is no result.json in {place}: name a result.json, an evaluation's folder, or the directory of a run that was evaluated."
     )
-
-
-def judge_comparison(comparison: Comparison) -> int:
-    """Print a line for every number that is worse beyond noise, return the exit code."""
-    for sentence in comparison.worse:
-        tell(sentence)
-    return MISSED if comparison.worse else 0

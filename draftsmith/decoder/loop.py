@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decoder.answers import Decoded, Generation, Request, Round
-from draftsmith.decoder.captured import HostRow, Passes, judge
+from draftsmith.decoder.captured import Passes, judge
 from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Prompts
 from draftsmith.decoder.sampling import Noise, NoiseTable, Sampling
 from draftsmith.decoder.selfcheck import explain_not_finite
@@ -130,7 +130,13 @@ class Loop:
         verdict, tokens_BD, host_rows = judged.verdict, judged.tokens_BD, judged.to_host()
         faults = (0 if answer.finish_reason else row.fault for answer, row in zip(self.rows, host_rows, strict=True))
         self._refuse(self.rows, draft, [*faults])
-        depth, kept_B = self._commit(draft, verdict, host_rows)
+        active = [not answer.finish_reason for answer in self.rows]
+        depth = 1 + max(row.accepted for row, runs in zip(host_rows, active, strict=True) if runs)
+        path_BD, kept_B = verdict.path_BD[:, :depth], verdict.accepted_B + 1
+        if not all(active):
+            active_B = self.state.limit_B > 0
+            path_BD, kept_B = path_BD.masked_fill(~active_B[:, None], -1), kept_B * active_B
+        self.cache.commit(draft, path_BD, kept_B)
         if self.seen_BV is not None:
             emitted_BD = tokens_BD.where(verdict.path_BD >= 0, verdict.next_B[:, None])
             self.seen_BV = self.seen_BV.scatter(1, emitted_BD, True)
@@ -189,17 +195,6 @@ class Loop:
             drafted = draft.tokens_BN[found.row, path[1:]].tolist()
             text = [*answer.request.prompt_ids, *answer.output_ids, *drafted]
             raise explain_not_finite(self.target, answer.request.sample_id, text) from found
-
-    def _commit(self, draft: Draft, verdict: Verdict, host_rows: Sequence[HostRow]) -> tuple[int, Tensor]:
-        """Commit the accepted paths of unfinished rows; return the most nodes of one, and each row's number."""
-        active = [not answer.finish_reason for answer in self.rows]
-        depth = 1 + max(row.accepted for row, runs in zip(host_rows, active, strict=True) if runs)
-        path_BD, kept_B = verdict.path_BD[:, :depth], verdict.accepted_B + 1
-        if not all(active):
-            active_B = self.state.limit_B > 0
-            path_BD, kept_B = path_BD.masked_fill(~active_B[:, None], -1), kept_B * active_B
-        self.cache.commit(draft, path_BD, kept_B)
-        return depth, kept_B
 
     def _set_state(self, root_B: Tensor, keys_B: Tensor, new_tokens: NewTokens) -> None:
         """Set what the next proposal reads."""

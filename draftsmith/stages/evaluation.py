@@ -201,7 +201,14 @@ def _inputs(session: Session, stage: str, drafters: list[SystemUnderTest], promp
         timed = {"device": session.device.split(":")[0]}
         inputs |= timed | {"target.attn_implementation": recipe.target.attn_implementation}
         inputs |= {"target.tensor_parallel": recipe.target.tensor_parallel} if recipe.target.shared else {}
-    return _as_compared(session, stage, inputs) if original is None else inputs | {"original": original.fingerprint}
+    if original is not None:
+        return inputs | {"original": original.fingerprint}
+    # Results stay valid where the original that a finished stage was compared with is gone since.
+    made_from = tuned_from(Path(session.target_path))
+    if made_from is None or not recipe.evaluate.original or stage in session.redo:
+        return inputs
+    earlier = inputs | {"original": made_from.fingerprint}
+    return earlier if session.run.holds(stage, earlier) else inputs
 
 
 def costs_table(session: Session, path: Path) -> Path:
@@ -261,18 +268,6 @@ def _is_there(session: Session, path: Path) -> bool:
     except UserError as error:
         session.warn(f"{path} is measured again, as it cannot be read: {error}")
         return False
-
-
-def _as_compared(session: Session, stage: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return `inputs` with the original that a finished stage was compared with, where that original is gone since.
-
-    Its results stay valid then.
-    """
-    made_from = tuned_from(Path(session.target_path))
-    if made_from is None or not session.recipe.evaluate.original or stage in session.redo:
-        return inputs
-    earlier = inputs | {"original": made_from.fingerprint}
-    return earlier if session.run.holds(stage, earlier) else inputs
 
 
 def _greedy_equality(session: Session, prompts: Prompts, journal: Journal) -> dict[str, dict[str, Lossless]]:

@@ -24,7 +24,7 @@ from draftsmith.eval.measure.measure import measure_pick, summarize
 from draftsmith.eval.measure.texts import Originals, Text, Texts, collect_texts, compare_texts, distinct, judge_answer
 from draftsmith.eval.planner.plan import round_cost
 from draftsmith.eval.results.conditions import Thinking
-from draftsmith.eval.results.result import WARNING, Costs, Example, Lossless, Pick, Piece, Result, Settings, TargetInfo
+from draftsmith.eval.results.result import WARNING, Costs, Example, Lossless, Piece, Result, Settings, TargetInfo
 from draftsmith.eval.simulate.answers import SIMULATED_BATCH, answer_alone
 from draftsmith.foreign.records import Journal
 from draftsmith.machine import command_line, environment
@@ -94,8 +94,15 @@ def decode_drafters(
         # Every slice for the first drafter, one for the others.
         examples += _examples(evaluation, c.name, texts.texts)[: None if c is systems[0] else 1]
     result = _make_result(evaluation, sampling, off_text, batch=spec.batch, repeats=spec.repeats)
-    reached = _picks(target, systems, chosen, turns.by_name, sampling)
-    return replace(result, drafters=drafters, costs=costs, examples=tuple(examples), picks=reached, clocks=turns.clocks)
+    # What the chosen draft lengths reached, and the decoded one of the same drafter on the same prompts.
+    reached = [measure_pick(target, one.system, one.drafter, turns.by_name, sampling) for one in chosen]
+    if chosen:
+        name, beside = chosen[0].drafter, chosen[0].system.name
+        own = next(c for c in systems if c.name == name)
+        if own.num_speculative_tokens not in {one.system.num_speculative_tokens for one in chosen}:
+            reached.append(measure_pick(target, own, name, turns.by_name, sampling, beside))
+    result = replace(result, drafters=drafters, costs=costs, examples=tuple(examples))
+    return replace(result, picks=tuple(reached), clocks=turns.clocks)
 
 
 @dataclass(frozen=True)
@@ -195,23 +202,6 @@ def _with_equality(
     for scope, equal in compared.items():
         fields.setdefault(scope, {})[name] = equal
     return texts.with_fields(fields)
-
-
-def _picks(
-    target: Target,
-    systems: list[SystemUnderTest],
-    chosen: Sequence[Candidate],
-    timings: Mapping[str, Repeats],
-    sampling: Sampling,
-) -> tuple[Pick, ...]:
-    """Return what the chosen draft lengths reached, and the decoded one of the same drafter on the same prompts."""
-    picks = [measure_pick(target, one.system, one.drafter, timings, sampling) for one in chosen]
-    if chosen:
-        name, beside = chosen[0].drafter, chosen[0].system.name
-        own = next(c for c in systems if c.name == name)
-        if own.num_speculative_tokens not in {one.system.num_speculative_tokens for one in chosen}:
-            picks.append(measure_pick(target, own, name, timings, sampling, beside))
-    return tuple(picks)
 
 
 def simulate_drafters(evaluation: Evaluation, sampling: Sampling, journal: Journal) -> Result:

@@ -25,7 +25,7 @@ from draftsmith.heads.layers.from_target import final_norm_weight
 from draftsmith.heads.record import tuned_from
 from draftsmith.heads.registry import find_method
 from draftsmith.heads.warm_start import adopt_options
-from draftsmith.memory import keep_freed_memory
+from draftsmith.machine import keep_freed_memory
 from draftsmith.progress import hush, say, warn_anew
 from draftsmith.recipe.record import DATA_STAGES
 from draftsmith.recipe.schema import Recipe

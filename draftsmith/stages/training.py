@@ -270,8 +270,18 @@ def initial_head(
             "token that is still to be drafted; name one that no text has."
         )
     method = session.recipe.method
-    if warm is not None:
-        return _continued(session, warm, draft_vocab)
+    if warm is not None:  # its weights, in other sizes where the recipe says so, or an adapter on them
+        spec, base = session.recipe.train, warm_folder(session.recipe)
+        head = restart(warm, session.head_options, session.target, method, resize=spec.resize, draft_vocab=draft_vocab)
+        if spec.lora_rank is None or base is None:
+            return head
+        if warm.method != method:
+            raise UserError(
+                f"train.lora_rank is {spec.lora_rank}, but {base} holds a head of {warm.method}, which lacks a part of a {method} head: "
+                f"train one first, or set method to {warm.method}."
+            )
+        alpha = spec.lora_alpha or 2.0 * spec.lora_rank
+        return adapt(head, DraftAdapter(spec.lora_rank, alpha, base.resolve(), head_digest(base)))
     _check_size(session)
     head = find_method(method).build(session.recipe.head, session.target, draft_vocab)
     if head.method != method:
@@ -280,21 +290,6 @@ def initial_head(
             "pyproject.toml and `method` of its heads must be one name."
         )
     return head
-
-
-def _continued(session: Session, warm: DraftHead, draft_vocab: Tensor | None) -> DraftHead:
-    """Return the head to train that starts from `warm`: its weights, in other sizes where the recipe says so, or an adapter on them."""
-    method, spec, base = session.recipe.method, session.recipe.train, warm_folder(session.recipe)
-    head = restart(warm, session.head_options, session.target, method, resize=spec.resize, draft_vocab=draft_vocab)
-    if spec.lora_rank is None or base is None:
-        return head
-    if warm.method != method:
-        raise UserError(
-            f"train.lora_rank is {spec.lora_rank}, but {base} holds a head of {warm.method}, which lacks a part of a {method} head: "
-            f"train one first, or set method to {warm.method}."
-        )
-    alpha = spec.lora_alpha or 2.0 * spec.lora_rank
-    return adapt(head, DraftAdapter(spec.lora_rank, alpha, base.resolve(), head_digest(base)))
 
 
 def _check_size(session: Session) -> None:

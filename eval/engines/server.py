@@ -115,7 +115,11 @@ class MeasuredServer(ModelServer):
         rounds, drafted = counted.rounds - before.rounds, counted.drafted - before.drafted
         if self._engine == VLLM:
             return Batch(started, self._by_chunks(chunks, rounds), drafted / rounds if rounds else 0.0)
-        return Batch(started, tuple(chunks), _draft_length(chunks, tokens))
+        # The last rounds of an answer are left out, as llama-server drafts no more than the answer has room for.
+        drafts = [(tokens - a.tokens - 1, b.drafted - a.drafted) for rows in chunks for a, b in pairwise(rows)]
+        most = max((drafted for _, drafted in drafts), default=0)
+        whole = [drafted for room, drafted in drafts if room >= most]
+        return Batch(started, tuple(chunks), sum(whole) / len(whole) if whole else 0.0)
 
     def _read(self, lines: Sequence[tuple[float, bytes]]) -> tuple[Event, ...]:
         """Read the rounds of an answer from the lines of its stream, with the seconds at which they came."""
@@ -225,15 +229,6 @@ def _count(value: Any) -> int:
 
 _READERS: dict[str, Callable[[float, dict[str, Any], int], Event | None]] = {VLLM: _read_vllm, LLAMA_CPP: _read_llama}
 """By engine: from a chunk's arrival, the chunk, and the number of rounds before it to a round, which may not be complete."""
-
-
-def _draft_length(answers: Sequence[Sequence[Event]], tokens: int) -> float:
-    """Return the mean number of tokens that a round drafts. Rounds near the end of an answer of `tokens` tokens are left out, as
-    llama-server drafts no more than the answer has room for."""
-    rounds = [(tokens - a.tokens - 1, b.drafted - a.drafted) for rows in answers for a, b in pairwise(rows)]
-    most = max((drafted for _, drafted in rounds), default=0)
-    whole = [drafted for room, drafted in rounds if room >= most]
-    return sum(whole) / len(whole) if whole else 0.0
 
 
 TOKENS = 96

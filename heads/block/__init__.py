@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from draftsmith.errors import UserError
 from draftsmith.fields import LAYER_IDS, LAYERS, TOKEN_ID, VOCABULARY, within
 from draftsmith.heads.layers import LayerOptions
 
@@ -28,11 +27,3 @@ class BlockOptions(LayerOptions):
     anchors: int = field(default=512, metadata=within(1, 2**20))
     """Of each document so many of its tokens begin a block in a training pass, drawn anew in every epoch; all of them if it
     has fewer."""
-
-
-def check_block(size: int, context: int, target: str | None) -> None:
-    """Raise UserError for a block longer than the context of a target."""
-    if size > context:
-        raise UserError(
-            f"head.block_size is {size}, but the target {target} reads no more than {context} tokens: make the block shorter."
-        )

@@ -26,6 +26,7 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft, NewTokens
 from draftsmith.decoder.sampling import SAMPLE, uniforms
+from draftsmith.errors import UserError
 from draftsmith.heads.base import (
     DraftHead,
     Drafts,
@@ -37,7 +38,7 @@ from draftsmith.heads.base import (
     layer_ids_of,
     shift_left,
 )
-from draftsmith.heads.block import BlockOptions, check_block
+from draftsmith.heads.block import BlockOptions
 from draftsmith.heads.drafters import CachedDrafter
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, NormedAttention, PlainLayer, Rotary, rotate
 from draftsmith.heads.layers.from_target import derive_layer_config, start_norm
@@ -111,7 +112,11 @@ class BlockHead(DraftHead):
     @classmethod
     def check(cls, options: Any, target: Target, drafted: int) -> None:
         """Raise UserError for options that do not fit the target, or the number of tokens that are drafted among."""
-        check_block(options.block_size, target.context_length, target.path)
+        if options.block_size > target.context_length:
+            raise UserError(
+                f"head.block_size is {options.block_size}, but the target {target.path} reads no more than {target.context_length} tokens: make "
+                "the block shorter."
+            )
 
     def make_layer(self) -> PlainLayer:
         """Return a new decoder layer."""

@@ -40,7 +40,15 @@ class EagleDrafter(CachedDrafter):
         if self.tree is None:
             return self._chain(state, out_BH, depth)
         if isinstance(self.tree, StaticTree):
-            return self._static(state, out_BH, self.tree, depth)
+
+            def run(step: int, level: Level, out_BmH: Tensor, tokens_Bm: Tensor) -> Tensor:
+                hidden_BmH = self.head.feedback(out_BmH)[:, level.parent_n[level.inner_m]]
+                return self._grow(tokens_Bm, hidden_BmH, step, level.ancestors_mT.expand(len(out_BH), -1, -1))
+
+            def logits(step: int, out_BmH: Tensor) -> Tensor:
+                return self.head.logits(out_BmH)
+
+            return grow_tree(state, out_BH, self.head, self.tree, depth, logits, run, drawn=self.drawn)
         out_BmH, beam = out_BH[:, None], start_beam(self.tree, state.root_B, state.limit_B)
         for level in range(depth):
             beam = beam.extend(self.head.logits(out_BmH), self.head.target_ids)
@@ -64,16 +72,6 @@ class EagleDrafter(CachedDrafter):
             return self.head.logits(out_BH)
 
         return self.chain(state, depth, next_logits)
-
-    def _static(self, state: DecodeState, out_BH: Tensor, whole: StaticTree, depth: int) -> Draft:
-        def run(step: int, level: Level, out_BmH: Tensor, tokens_Bm: Tensor) -> Tensor:
-            hidden_BmH = self.head.feedback(out_BmH)[:, level.parent_n[level.inner_m]]
-            return self._grow(tokens_Bm, hidden_BmH, step, level.ancestors_mT.expand(len(out_BH), -1, -1))
-
-        def logits(step: int, out_BmH: Tensor) -> Tensor:
-            return self.head.logits(out_BmH)
-
-        return grow_tree(state, out_BH, self.head, whole, depth, logits, run, drawn=self.drawn)
 
     def run(self, new_tokens: NewTokens) -> Tensor:
         hidden_BnH = self.head.initial_hidden(new_tokens.aux_BnF, new_tokens.last_BnD)

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -115,7 +114,14 @@ def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
     """
     path = Path(path)
     config = read_config(path)
-    _refuse_other_kinds(path, config)
+    # The published code has other heads too, which draft otherwise.
+    wanted = {ARCHITECTURE: (MLP, PREFIX_MLP), "grounded_heads": (True,), "hidden_state_offset": (0,)}
+    for key, known in wanted.items():
+        if (value := config.get(key, known[0])) not in known:
+            raise UserError(
+                f"{path / CONFIG} says {key} {value!r}, but only {' and '.join(map(repr, known))} can be loaded: give Hydra or "
+                "Hydra++ heads."
+            )
     file, tensors = read_weights(path, target.device, (HYDRA_PICKLED,))
     native = _native(_without_the_targets(tensors, target, file), file)
     heads, blocks = _count(native, file)
@@ -154,17 +160,6 @@ def load_hydra_directory(path: Path | str, target: Target) -> HydraHead:
         head = HydraHead(options, layer, target)
     fill(head, native, file, remedy=f"{_AGAIN}, or {_MADE_FOR}")
     return head
-
-
-def _refuse_other_kinds(path: Path, config: Mapping[str, Any]) -> None:
-    """The published code has other heads too, which draft otherwise."""
-    wanted = {ARCHITECTURE: (MLP, PREFIX_MLP), "grounded_heads": (True,), "hidden_state_offset": (0,)}
-    for key, known in wanted.items():
-        if (value := config.get(key, known[0])) not in known:
-            raise UserError(
-                f"{path / CONFIG} says {key} {value!r}, but only {' and '.join(map(repr, known))} can be loaded: give Hydra or "
-                "Hydra++ heads."
-            )
 
 
 def _without_the_targets(tensors: dict[str, Tensor], target: Target, file: Path) -> dict[str, Tensor]:

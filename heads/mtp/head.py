@@ -37,7 +37,6 @@ from draftsmith.heads.mtp.target_layer import (
     cached_shapes,
     decode,
     target_layer,
-    target_rotary,
 )
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, steady_positions
@@ -61,7 +60,11 @@ class MtpHead(EagleHead):
         self.enorm, self.hnorm = RMSNorm(H, eps=eps), RMSNorm(H, eps=eps)
         self.fc = nn.Linear(2 * H, H, bias=False)
         if options.layer == "target":
-            self.layers, self.rotary_emb = nn.ModuleList([target_layer(target)]), target_rotary(config, target)
+            # The rotary embedding of as much of each head as the target turns.
+            rope = getattr(target.config, "rope_parameters", None) or {}
+            turned = int(config.head_dim * (rope.get("partial_rotary_factor") or 1.0))
+            self.layers = nn.ModuleList([target_layer(target)])
+            self.rotary_emb = Rotary(LlamaConfig(**{**config.to_dict(), "head_dim": turned}))
             cached_shapes(self.layers[0], self.rotary_emb)  # refuses what is not computed
         else:
             attention = NormedAttention(config) if options.qk_norm else None

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, AttentionInterface, LlamaConfig
+from transformers import MODEL_MAPPING, AttentionInterface
 
 from draftsmith.decoder.cache import LayerShape, TensorShape
 from draftsmith.errors import UserError
@@ -50,13 +50,6 @@ def target_layer(target: Target) -> nn.Module:
     config._experts_implementation = "eager"
     built: nn.Module = layer(config, target.num_layers - 1)
     return built
-
-
-def target_rotary(config: LlamaConfig, target: Target) -> Rotary:
-    """Return the rotary embedding of as much of each head as the target turns."""
-    rope = getattr(target.config, "rope_parameters", None) or {}
-    turned = int(config.head_dim * (rope.get("partial_rotary_factor") or 1.0))
-    return Rotary(LlamaConfig(**{**config.to_dict(), "head_dim": turned}))
 
 
 def _interface(

@@ -31,7 +31,7 @@ from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
-from draftsmith.memory import keep_freed_memory
+from draftsmith.machine import keep_freed_memory
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.target import Target
 from draftsmith.train.schedule import build_optimizers

@@ -11,7 +11,7 @@ from draftsmith.data.features.extract import OnlineSource
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle.base import EagleDrafter
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build
 from draftsmith.recipe.schema import EvaluateSpec, Recipe, TrainSpec

@@ -283,11 +283,7 @@ def _give_results(boards: Dashboards, kind: str, results: Sequence[Result]) -> N
     lengths = {key: [point.tau_simulated for point in m.k_sweep or ()] for key, m in named.items()}
     for curve, series in (("acceptance_at", at), ("tau_by_length", lengths)):
         # Up to the first that was not measured.
-        drawn = {
-            key: whole
-            for key, values in series.items()
-            if (whole := [*takewhile(lambda value: value is not None, values)])
-        }
+        drawn: dict[str, Any] = {key: [*takewhile(lambda x: x is not None, values)] for key, values in series.items()}
         boards.curves(f"{kind}/{curve}", {key: values for key, values in drawn.items() if values})
     figures = {
         f"{kind}/{name}/t{temperature:g}/{column}": value

@@ -19,17 +19,21 @@ from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.certificate.certificate import (
+    CERTIFICATE_MARK,
     Design,
     Draw,
+    Greedy,
     Judge,
     Outcome,
     Pairs,
     checks_of,
     draw_decoded,
     exact_pairs,
+    judge_greedy,
+    make_certificate,
+    page,
 )
 from draftsmith.eval.certificate.controls import CONTROLS, Control
-from draftsmith.eval.certificate.page import CERTIFICATE_MARK, Greedy, judge_greedy, make_certificate, page
 from draftsmith.eval.certificate.served import SampledServer, compare_greedy
 from draftsmith.eval.drafters.system import Way
 from draftsmith.eval.measure.texts import check_lossless

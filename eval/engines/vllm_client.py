@@ -85,7 +85,9 @@ def run_vllm(settings: VllmSettings, requests: Sequence[Request], folder: Path) 
     except OSError as error:
         raise UserError(f"Cannot start {command[0]}: {error.strerror}; name the environment of vLLM.") from error
     except subprocess.CalledProcessError as error:
-        raise UserError(f"vLLM failed: {_last_error(log)} (see {log}).") from error
+        lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in log.read_text("utf-8", "replace").splitlines()]
+        said = last_line("\n".join([line for line in lines if re.match(r"[\w.]*Error: ", line)] or lines))
+        raise UserError(f"vLLM failed: {said} (see {log}).") from error
     answered = json.loads(result.read_text(encoding="utf-8"))
     answers = {
         float(temperature): [_answer(entry) for entry in entries]
@@ -108,9 +110,3 @@ def _answer(entry: dict[str, Any]) -> EngineAnswer:
     # The first step reads the prompt and has no draft.
     rounds = [EngineRound(tuple(r["drafted"]), len(r["sampled"]) - 1) for r in entry["rounds"][1:]]
     return EngineAnswer(entry["id"], tuple(entry["ids"]), tuple(rounds))
-
-
-def _last_error(log: Path) -> str:
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line) for line in log.read_text("utf-8", "replace").splitlines()]
-    errors = [line for line in lines if re.match(r"[\w.]*Error: ", line)]
-    return last_line("\n".join(errors or lines))

@@ -17,8 +17,7 @@ from draftsmith.decoder.draft import DecodeState, Draft, NewTokens
 from draftsmith.eval.parity.replay import Engine, Text
 from draftsmith.heads.block.base import BlockHead
 from draftsmith.heads.drafters import LayerCache
-from draftsmith.heads.eagle.base import EagleHead
-from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle.base import EagleDrafter, EagleHead
 from draftsmith.heads.eagle.fused import FusedHead
 from draftsmith.target.target import Target
 

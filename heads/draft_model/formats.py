@@ -12,10 +12,10 @@ from transformers import LlamaConfig
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import fill
 from draftsmith.heads.draft_model import DraftLmOptions
-from draftsmith.heads.draft_model.head import DraftLmHead
-from draftsmith.heads.draft_model.start import (
+from draftsmith.heads.draft_model.head import (
     EMBEDDING,
     PROJECTION,
+    DraftLmHead,
     check_tokens,
     check_vocabulary,
     drop_tied,

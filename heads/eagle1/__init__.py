@@ -41,7 +41,7 @@ class Eagle1Options(LayerOptions):
 METHOD = Method(
     __name__,
     options=":Eagle1Options",
-    drafter="draftsmith.heads.eagle.drafter:EagleDrafter",
+    drafter="draftsmith.heads.eagle.base:EagleDrafter",
     formats="formats",
     layers=False,
     trees=frozenset({"static", "drawn", "dynamic"}),

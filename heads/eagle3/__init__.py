@@ -28,7 +28,7 @@ class Eagle3Options(DraftShape):
 METHOD = Method(
     __name__,
     options=":Eagle3Options",
-    drafter="draftsmith.heads.eagle.drafter:EagleDrafter",
+    drafter="draftsmith.heads.eagle.base:EagleDrafter",
     formats="formats",
     layers=False,
     trees=frozenset({"static", "drawn", "dynamic"}),

@@ -47,7 +47,7 @@ class MtpOptions(LayerOptions):
 METHOD = Method(
     __name__,
     options=":MtpOptions",
-    drafter="draftsmith.heads.eagle.drafter:EagleDrafter",
+    drafter="draftsmith.heads.eagle.base:EagleDrafter",
     formats="formats",
     layers=False,
     trees=frozenset({"static", "drawn", "dynamic"}),

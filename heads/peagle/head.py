@@ -27,8 +27,7 @@ from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, numbers
 from draftsmith.decoder.sampling import SAMPLE, uniforms
 from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, StepOutput, iterate_supervised_rows
-from draftsmith.heads.eagle.base import EagleHead
-from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle.base import EagleDrafter, EagleHead
 from draftsmith.heads.eagle.fused import FusedHead
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.training_pass import LayerInput, TrainingPass

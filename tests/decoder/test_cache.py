@@ -15,7 +15,7 @@ from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.loop import Loop
 from draftsmith.decoder.slots import run_draft
 from draftsmith.decoder.trees import DynamicTree
-from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle.base import EagleDrafter
 from tests.decoder.test_decode import GREEDY, make_requests, make_target, trained
 from tests.models import KINDS
 

@@ -18,7 +18,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
 from draftsmith.eval.simulate.texts import simulate_generations, to_sample
-from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle.base import EagleDrafter
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head, build
 from draftsmith.target.target import Target

@@ -15,7 +15,7 @@ from draftsmith.decoder.growth import chain_token_by_token, child_uniforms, grow
 from draftsmith.decoder.sampling import DRAFT, Sampling, draw, probs, uniforms
 from draftsmith.decoder.trees import PUBLISHED, DynamicTree, StaticTree
 from draftsmith.errors import UserError
-from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle.base import EagleDrafter
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.target.target import load_target
 

@@ -17,7 +17,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.slots import run_draft
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
-from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle.base import EagleDrafter
 from draftsmith.heads.layers.decoder_layer import EagleAttention
 from draftsmith.target.target import Target
 from tests.decoder.test_decode import GREEDY, known, make_requests, make_target, trained

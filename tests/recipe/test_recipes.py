@@ -22,7 +22,7 @@ from draftsmith.decoder.selfcheck import check_decoding
 from draftsmith.estimate.estimate import comment
 from draftsmith.estimate.estimator import assume, make_estimate
 from draftsmith.estimate.figures import Estimate, find_device
-from draftsmith.heads.draft_model import start
+from draftsmith.heads.draft_model import head as draft_model_head
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import methods
@@ -49,7 +49,9 @@ SMALL = sorted(str(path.relative_to(RECIPES).with_suffix("")) for path in RECIPE
 
 @pytest.fixture(autouse=True)
 def _draft_models_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(start, "load_config", lambda path, what: config(f"drafts/{path.split('/')[1].lower()}"))
+    monkeypatch.setattr(
+        draft_model_head, "load_config", lambda path, what: config(f"drafts/{path.split('/')[1].lower()}")
+    )
 
 
 def model_of(name: str) -> str:

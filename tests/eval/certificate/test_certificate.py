@@ -20,7 +20,7 @@ from draftsmith.eval.certificate.controls import CONTROLS, Control, setting_of, 
 from draftsmith.eval.conformance.spec import Spec, tiny_target
 from draftsmith.eval.drafters.system import Way
 from draftsmith.foreign.records import Journal
-from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle.base import EagleDrafter
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.progress import Bar
 

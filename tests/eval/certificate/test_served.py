@@ -11,8 +11,7 @@ import pytest
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.certificate.certificate import Design, Judge, Outcome, checks_of
-from draftsmith.eval.certificate.page import judge_greedy
+from draftsmith.eval.certificate.certificate import Design, Judge, Outcome, checks_of, judge_greedy
 from draftsmith.eval.certificate.served import SampledServer, compare_greedy
 from draftsmith.foreign.records import Journal
 from draftsmith.progress import Bar

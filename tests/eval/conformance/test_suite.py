@@ -21,7 +21,7 @@ from draftsmith.heads.draft_model import DraftLmOptions
 from draftsmith.heads.drafters import HeadDrafter, LayerCache
 from draftsmith.heads.dspark import DSparkOptions
 from draftsmith.heads.dspark.head import DSparkHead
-from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle.base import EagleDrafter
 from draftsmith.heads.eagle1 import Eagle1Options
 from draftsmith.heads.eagle1.head import Eagle1Head
 from draftsmith.heads.eagle3 import Eagle3Options

@@ -15,7 +15,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.conformance.recorded_drafts import record
 from draftsmith.heads.checkpoint import save_head
-from draftsmith.heads.eagle.drafter import EagleDrafter
+from draftsmith.heads.eagle.base import EagleDrafter
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.recognise import is_head_config, load_head
 from draftsmith.heads.mtp.formats import load_native

@@ -40,7 +40,7 @@ from draftsmith.eval.conformance.recorded_drafts import (
     require_training_probs,
 )
 from draftsmith.eval.conformance.spec import Spec, pack, tiny_target, train_briefly
-from draftsmith.eval.drafters.system import head_system
+from draftsmith.eval.drafters.system import head_system, with_window
 from draftsmith.eval.simulate.acceptance import chances
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.base import DraftHead, drafting, supervised_rows
@@ -50,7 +50,6 @@ from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.windows import with_window
 
 __all__ = ["CHECKS", "Spec", "run_conformance", "tiny_target"]
 

@@ -4,6 +4,7 @@ K: num_speculative_tokens.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,6 @@ from draftsmith.eval.simulate.texts import Simulation, Simulator, head_simulator
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.quantized import quantize_head, weight_bytes
 from draftsmith.heads.registry import find_method
-from draftsmith.heads.windows import with_window
 from draftsmith.target.kernels import pack_linears
 from draftsmith.target.target import Target
 
@@ -287,6 +287,20 @@ def _check_tree(tree: Tree, drawn: bool, name: str, head: DraftHead) -> None:
             f"The tree {tree.name} is {tree.depth} deep but {name} drafts {most} tokens at most: take one of depth {most} or "
             "less, or give it `heads` with the names of those that reach it."
         )
+
+
+def with_window(head: DraftHead, window: int) -> DraftHead:
+    """Return a head of the same weights whose attention sees no more than so many tokens, its own the last of them; `head` stays as it
+    is. Raises UserError where its attention takes no window, and for one that its drafts do not fit into."""
+    least, where = head.least_window, f"evaluate.drafts: window is {window}, but"
+    if least is None:
+        raise UserError(f"{where} {head.method} heads, or this one, have no attention that takes one: leave it out.")
+    if window < least:
+        raise UserError(f"{where} a draft of this {head.method} head needs {least} tokens or more: make it longer.")
+    narrow = copy(head)
+    # A longer draft would lose sight of its own root.
+    narrow.window, narrow.drafts = window, replace(head.drafts, max_speculative_tokens=head.clamp_draft_length(window))
+    return narrow
 
 
 def is_simulated(tree: Tree | None, drawn: bool) -> bool:

@@ -14,14 +14,13 @@ from draftsmith.decoder.drafters.suffix_decoding import SuffixRules
 from draftsmith.decoder.drafters.texts import PromptLookup
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.drafters.system import SystemUnderTest, with_window
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build as build_eagle
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build as build_medusa
-from draftsmith.heads.windows import with_window
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import at_temperature, check_named_drafters, load_compared, select_drafters

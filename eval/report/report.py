@@ -22,7 +22,6 @@ from rich.text import Text
 from draftsmith.errors import one_line, printable
 from draftsmith.eval.planner.decision import Decision
 from draftsmith.eval.report import analysis, appendix, losslessness, served, summary
-from draftsmith.eval.report import decision as decisions
 from draftsmith.eval.report.cells import number, significant, times
 from draftsmith.eval.report.page_model import OVERALL, Sample, Table, tau_of, view_of
 from draftsmith.eval.results.result import Measures, Piece, Result
@@ -31,7 +30,7 @@ from draftsmith.storage import write_text
 
 _SECTIONS = (
     summary.headline,
-    decisions.section,
+    summary.plan_section,
     served.section,
     analysis.positions,
     analysis.context,
@@ -133,7 +132,7 @@ def _render(template: str, results: Sequence[Result], decision: Decision | None,
     context: dict[str, Any] = {
         "title": ", ".join(targets),
         "subtitle": " · ".join(subtitle),
-        "banner": decisions.banner(view),
+        "banner": summary.banner(view),
         "evidence": losslessness.evidence(view),
         "sections": [section for section in sections if not section.empty],
         "missing": [(section.title, section.missing) for section in sections if section.empty and section.missing],

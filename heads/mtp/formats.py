@@ -34,7 +34,7 @@ from draftsmith.heads.mtp.head import MtpHead, measure_norm
 from draftsmith.heads.mtp.target_layer import ROUTING_BIAS
 from draftsmith.heads.record import RECORD
 from draftsmith.storage import write_json
-from draftsmith.target.folder import read_directory
+from draftsmith.target.folder import read_directory, read_text_config
 from draftsmith.target.gguf_file import is_gguf
 from draftsmith.target.target import Target
 
@@ -85,7 +85,8 @@ def load_native(path: Path, target: Target, target_state: str = "after_norm") ->
     Raises UserError for files without such a layer or with several, for a configuration that says otherwise, for other sizes than
     the target's, and for a layer that is not computed here.
     """
-    config = _text(read_config(path))
+    config = read_config(path)
+    config = {**config, **read_text_config(config)}
     spans, layers = read_directory(path), config.get("num_hidden_layers")
     prefix = _prefix(layers, [span.name for span in spans])
     count = next((config[key] for key in _COUNTS if config.get(key) is not None), None if prefix is None else 1)
@@ -101,7 +102,13 @@ def load_native(path: Path, target: Target, target_state: str = "after_norm") ->
             f"{path / CONFIG} describes an MTP layer {what}, which is not computed here: serve it with the engine that it was made for, "
             "or train a head."
         )
-    tensors = _read(own_spans, path, target)
+    tensors = {}
+    for span in own_spans:
+        with foreign_code(f"The weights {span.file} cannot be read", REMEDY), safe_open(span.file, "pt") as opened:
+            value = opened.get_tensor(span.name).clone().to(target.device)
+        if not value.is_floating_point() or value.dtype.itemsize < 2:
+            raise UserError(f"{path} holds {span.name} as {value.dtype}: give a target that is not quantized.")
+        tensors[span.name] = value
     for name, own in zip(_COPIES, (target.embedding, target.head.weight), strict=True):
         held_own = tensors.pop(prefix + name, None)
         if held_own is not None and not is_the_same(held_own, own):
@@ -124,10 +131,6 @@ def load_native(path: Path, target: Target, target_state: str = "after_norm") ->
         found["target_norm"] = head.target_norm
     fill(head, found, path, remedy=REMEDY)
     return head
-
-
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    return {**config, **config["text_config"]} if isinstance(config.get("text_config"), dict) else config
 
 
 def _prefix(layers: Any, names: Iterable[str]) -> str | None:
@@ -207,18 +210,6 @@ def _contradiction(head: MtpHead, target: Target, spans: Mapping[str, TensorSpan
     return None if lost is None else f"holds no {layer}{lost}, and the head does"
 
 
-def _read(spans: list[TensorSpan], path: Path, target: Target) -> dict[str, Tensor]:
-    """Return some tensors by name. Raises UserError for damaged files and quantized tensors."""
-    tensors = {}
-    for span in spans:
-        with foreign_code(f"The weights {span.file} cannot be read", REMEDY), safe_open(span.file, "pt") as opened:
-            value = opened.get_tensor(span.name).clone().to(target.device)
-        if not value.is_floating_point() or value.dtype.itemsize < 2:
-            raise UserError(f"{path} holds {span.name} as {value.dtype}: give a target that is not quantized.")
-        tensors[span.name] = value
-    return tensors
-
-
 def _unmeasured(path: Path, target: Target) -> MtpHead:
     raise UserError(
         f"{path} holds an MTP head in a target's files, and which of the target's states it reads does not stand there: "
@@ -263,10 +254,11 @@ class NativeSchema(Schema):
                 "take its place: measure it with draftsmith evaluate, or train the method eagle3."
             )
         config = self.values(export) if folder is None else read_config(folder)
-        if (what := _not_computed(_text(config), target, export.head.options.layer is None)) is not None:
+        config = {**config, **read_text_config(config)}
+        if (what := _not_computed(config, target, export.head.options.layer is None)) is not None:
             raise UserError(
                 f"The configuration of the target {target.path} asks for an MTP layer {what}, which this head does not compute: "
-                f"{'' if _not_computed(_text(config), target, False) else 'set head.layer to target, or '}train the method eagle3."
+                f"{'' if _not_computed(config, target, False) else 'set head.layer to target, or '}train the method eagle3."
             )
         assert isinstance(export.head, MtpHead)
         held = None if prefix is None else rows[_LAYER[0].name].removesuffix(_LAYER[0].name.removeprefix("layers.0."))

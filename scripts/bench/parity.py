@@ -118,7 +118,7 @@ def engines_of(case: Case) -> Iterator[tuple[str, bool, list[Seen]]]:
     yield RIGHT, False, right
     for fault in FAULTS:
         if fault.name in (*bundle.faults, *bundle.unseen):
-            engine = spoiled(fault, head, bundle.num_speculative_tokens, target)
+            engine = spoiled(fault, head, tokens, target)
             assert engine is not None
             fed = engine.layer_ids != head.reads.layer_ids and max(engine.layer_ids) == target.num_layers
             replayed = fed or engine.last is not Engine.last
@@ -133,12 +133,12 @@ def engines_of(case: Case) -> Iterator[tuple[str, bool, list[Seen]]]:
     yield SILENT, False, [replace(one, rounds=()) for one in right]
     longer = [len(prompt.prompt_ids) + 3 for prompt in bundle.prompts]
     yield TEMPLATE, False, [replace(one, prompt_tokens=n) for one, n in zip(right, longer, strict=True)]
-    yield ENDS, False, _decoded(case, target, Engine.of(head, bundle.num_speculative_tokens), ignore_eos=True)
-    yield QUANTIZED, False, _decoded(case, _quantized(target), Engine.of(head, bundle.num_speculative_tokens))
+    yield ENDS, False, _decoded(case, target, Engine.of(head, tokens), ignore_eos=True)
+    yield QUANTIZED, False, _decoded(case, _quantized(target), Engine.of(head, tokens))
     other = tiny_target(case.seed + 1000, max_position_embeddings=512)
     other.model.generation_config.eos_token_id = list(target.eos_ids)
-    yield OTHER_MODEL, False, _decoded(case, other, Engine.of(head, bundle.num_speculative_tokens))
-    engine = Engine.of(head, bundle.num_speculative_tokens)
+    yield OTHER_MODEL, False, _decoded(case, other, Engine.of(head, tokens))
+    engine = Engine.of(head, tokens)
     if (held := getattr(engine.head, "embed_tokens", None)) is not None:
         generator = torch.Generator().manual_seed(case.seed)
         drawn = torch.randn(held.weight.shape, generator=generator) * held.weight.std()

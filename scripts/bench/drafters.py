@@ -76,7 +76,7 @@ class Bench:
         steps = max(1, round(self.tokens * share / (train.rows * train.row_tokens * train.accumulation)))
         keys = {"max_steps": steps, "epochs": 10_000, "lr": train.lr * rate, "muon_lr": train.muon_lr * rate}
         words = [word for key, value in keys.items() for word in (f"--train.{key}", repr(value))]
-        draftsmith("train", [*self.command(method, *words), "--output_dir", str(run)], run.with_suffix(".log"))
+        draftsmith("train", [*self.command(method, *words), "--output_dir", str(run)], run.with_name(f"{run.name}.log"))
         found = read_object(run / "train" / "summary.json", "remove it, and train again")
         done = Training(method, rate, share, steps, found["best_tau"], found["train_seconds"])
         say(

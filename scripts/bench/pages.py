@@ -39,7 +39,7 @@ def rendered(page: str) -> str:
     page = _block("reference").sub(lambda found: found[1] + reference() + found[3], page)
     page = _block("table: losses").sub(lambda found: found[1] + losses() + found[3], page)
     page = _block("table: trees").sub(lambda found: found[1] + trees() + found[3], page)
-    page = _block("table: drafters").sub(lambda found: found[1] + drafters() + found[3], page)
+    page = _block(r"table: drafters (\S+)").sub(lambda found: found[1] + drafters(found[2]) + found[4], page)
     page = _block("table: contexts").sub(lambda found: found[1] + contexts() + found[3], page)
     page = _block("table: drift").sub(lambda found: found[1] + drift() + found[3], page)
     return _block("results( overall)?: (.+?)").sub(
@@ -98,10 +98,10 @@ def trees() -> str:
     return markdown_table(("temperature", "rule", *sizes), rows)
 
 
-def drafters() -> str:
-    """Return a row for every drafter that was trained on the same answers: its size, tau, and how far it lies from the best one at
+def drafters(file: str) -> str:
+    """Return a row for every drafter of a result of scripts/bench/drafters.py: its size, tau, and how far it lies from the best one at
     temperature 0."""
-    found = json.loads((ROOT / "docs" / "results" / "drafters.json").read_text(encoding="utf-8"))
+    found = json.loads((ROOT / file).read_text(encoding="utf-8"))
     tables, head, rows = found["temperatures"], ["drafter", "M parameters"], list[list[str]]()
     lengths = [k for k in next(iter(tables["0"]["drafters"].values()))["tau_by_k"] if k in ("1", "3", "5", "7")]
     head += [f"τ at {temperature}, K = {k}" for temperature in tables for k in lengths] + ["behind the best at 0"]

@@ -55,6 +55,7 @@ def check_launching(session: Session, config: str | None, command: str) -> Launc
     recipe = session.recipe
     launch = check_config(recipe.train, config, session.device)
     if _spreads(session, launch):
+        # Refused where its processes would load the layers of a target that one process spreads over their GPUs.
         if command not in ("run", "train"):
             raise UserError(
                 f"target.gpus is {recipe.target.gpus}: one process makes answers and hidden states on these GPUs, so leave --launch out of "

@@ -118,16 +118,13 @@ def heads_of(bench: Bench, trainings: Sequence[Training]) -> dict[str, Path]:
 
 def evaluate(bench: Bench, heads: dict[str, Path], *, decode: bool) -> list[Result]:
     """Evaluate all heads together; return the result of each temperature."""
-    first = next(
-        method for method in heads if " " not in method
-    )  # a result calls the head it is of by its method alone
-    run = heads.pop(first)
-    place = bench.folder / f"evaluation-{fingerprint([first, *heads])}"
-    beside = json.dumps({method: str(folder) for method, folder in heads.items()})
+    # A result calls the head that it is of by its method alone.
+    first = next(method for method in heads if " " not in method)
+    others = {method: str(folder) for method, folder in heads.items() if method != first}
+    place, beside = bench.folder / f"evaluation-{fingerprint([first, *others])}", json.dumps(others)
     words = bench.command(first, "--output_dir", str(place), "--evaluate.beside", beside)
-    draftsmith(
-        "evaluate", [*words, "--head", str(run), *([] if decode else ["--no-decode"])], place.with_suffix(".log")
-    )
+    more = [] if decode else ["--no-decode"]
+    draftsmith("evaluate", [*words, "--head", str(heads[first]), *more], place.with_suffix(".log"))
     return [read_result(path) for path in result_files(parse_recipe(words), decode=decode)]
 
 

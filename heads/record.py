@@ -30,7 +30,7 @@ TUNED = "target"
 class HeadFacts:
     """How a head is computed, where engines and trainers are known to differ: what every reader of its files must find again.
 
-    layer_ids: the aux layers, tapped at their input. last_state: "after_norm" or "before_norm" where it reads the target's last state.
+    layer_ids: the aux layers, tapped at their input. last_state: where it reads the target's last state, `head.target_state`: "after_norm", "before_norm" or "vllm".
     attention: "causal" or "bidirectional", among the slots of a draft; None without attention. first_slot: of a block, the first that
     drafts (0 is the anchor's own). draft_vocab: a hash of the target ids that it drafts among, None for all. Lengths in tokens.
     """

@@ -26,14 +26,19 @@ IMPORTED = "import.json"
 """What was measured, in the folder of the head."""
 _CONVERSATIONS, _ROWS = 32, 2048
 """The most conversations, and about the most drafts, that are measured."""
-STATES = {"after_norm": "behind the target's final norm", "before_norm": "before it"}
+STATES = {
+    "after_norm": "behind the target's final norm",
+    "before_norm": "before it",
+    "vllm": "as vLLM feeds it",
+}
 
 
 def import_layer(session: Session, folder: Path | None = None) -> Path:
     """Write the target's own MTP layer as a head to a folder, by default one beside the run directory, and return the folder.
 
     Both states are measured on the recipe's conversations, or its answers where these are finished; the one with more first drafts
-    that are the target's choice is kept. Raises UserError for a target without such a layer, or with one that is not computed here.
+    that are the target's choice is kept; of a recipe that names one (`head.target_state`) this one alone. Raises UserError for a target
+    without such a layer, or with one that is not computed here.
     """
     run_dir, target = session.recipe.run_dir, session.target
     folder = folder or run_dir.with_name(f"{run_dir.name}-import")
@@ -46,16 +51,21 @@ def import_layer(session: Session, folder: Path | None = None) -> Path:
         raise UserError(
             f"The target {target.path} lies in no folder whose files could hold an MTP layer: give one that does."
         )
-    heads = {"after_norm": load_native(target.directory, target)}
-    try:
-        heads["before_norm"] = load_native(target.directory, target, "before_norm")
-    except UserError as error:
-        say(f"import: states behind the final norm alone are measured ({error})")
+    named = getattr(session.recipe.head, "target_state", None)
+    heads = {named or "after_norm": load_native(target.directory, target, named or "after_norm")}
+    if named is None:
+        try:
+            heads["before_norm"] = load_native(target.directory, target, "before_norm")
+        except UserError as error:
+            say(f"import: states behind the final norm alone are measured ({error})")
     samples = samples_at_hand(session, _CONVERSATIONS)
     before = accumulate((len(sample.ids) for sample in samples), initial=0)
     samples = [sample for sample, tokens in zip(samples, before, strict=False) if tokens < _ROWS]
     rights = {state: first_drafts(head, target, samples) for state, head in heads.items()}
-    shares, rows = {state: float(right.double().mean()) for state, right in rights.items()}, len(rights["after_norm"])
+    shares, rows = (
+        {state: float(right.double().mean()) for state, right in rights.items()},
+        len(next(iter(rights.values()))),
+    )
     best = max(shares, key=lambda state: shares[state])  # the first of equals, which engines read
     measured = ", ".join(f"{share:.1%} with states {STATES[state]}" for state, share in shares.items())
     say(f"import: first drafts are the target's choice at {measured} ({rows} positions): the head reads {best}")

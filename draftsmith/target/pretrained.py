@@ -7,6 +7,7 @@ Shapes: B = 2 rows that differ in their last token only, n tokens, V target voca
 """
 
 import itertools
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from draftsmith.target.target import Target
 
 DTYPES = ("float32", "bfloat16", "float16")
+# transformers' table of what was not taken from a file: `check_taken` refuses it, or says it in a line.
+logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
 _MTP = re.compile(r"(^|[._])(mtp|nextn)([._]|$)")
 _OF_MTP_LAYER = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\b")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")

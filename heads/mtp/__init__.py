@@ -24,9 +24,10 @@ class MtpOptions(LayerOptions):
     layer: Literal["target"] | None = field(default=None, metadata=LATER)
     """The block: target is the decoder layer that transformers builds of the target's configuration, experts, compressed keys and
     values (MLA) and partial rotation included; null: a Llama layer, or that of the head which training starts from."""
-    target_state: Literal["after_norm", "before_norm"] | None = field(default=None, metadata=LATER)
+    target_state: Literal["after_norm", "before_norm", "vllm"] | None = field(default=None, metadata=LATER)
     """The states that the head reads: those of the target behind its final norm and its own normed outputs, or those before both;
-    null: after_norm, or what `draftsmith import` measured."""
+    vllm: as after_norm, but what vLLM makes of the first token and, in GLM-4 MoE, of its own outputs, so that drafts are those it
+    serves; null: after_norm, or what `draftsmith import` measured."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

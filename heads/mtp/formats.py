@@ -32,7 +32,7 @@ from draftsmith.heads.layers.from_target import derive_layer_config, final_norm_
 from draftsmith.heads.mtp import MtpOptions
 from draftsmith.heads.mtp.head import MtpHead, measure_norm
 from draftsmith.heads.mtp.target_layer import ROUTING_BIAS
-from draftsmith.heads.record import RECORD
+from draftsmith.heads.record import RECORD, read_passport
 from draftsmith.storage import write_json
 from draftsmith.target.folder import read_directory, read_text_config
 from draftsmith.target.gguf_file import is_gguf
@@ -217,6 +217,13 @@ def _unmeasured(path: Path, target: Target) -> MtpHead:
     )
 
 
+def _load_export(path: Path, target: Target) -> MtpHead:
+    """As `load_native`, for states that the record of an export names."""
+    passport = read_passport(path)
+    facts = None if passport is None else passport.head
+    return load_native(path, target, "after_norm" if facts is None or facts.last_state is None else facts.last_state)
+
+
 class NativeSchema(Schema):
     """The target's own directory with its MTP layer replaced, or added under the names of the target's family.
 
@@ -341,7 +348,7 @@ LAYOUTS = (
     Layout(
         "mtp",
         MTP,
-        load_native,
+        _load_export,
         {
             "vllm": Served(
                 engines.start_vllm("mtp", native=True),
@@ -355,9 +362,9 @@ LAYOUTS = (
                 ),
                 caveats=(
                     "Start it on the export: it is the target's directory, and holds the draft.",
-                    "For targets of the classes Glm4MoeForCausalLM and Glm4MoeLiteForCausalLM, vLLM 0.32 feeds the layer its own outputs "
-                    "before the final norm from the second token on, which heads with after_norm are not trained on: set "
-                    "`num_speculative_tokens` to 1, or measure whether more pay.",
+                    "vLLM 0.32 hides the first token of a text from the layer and, for targets of the classes Glm4MoeForCausalLM and "
+                    "Glm4MoeLiteForCausalLM, feeds it its own outputs before the final norm from the second token on: a head with "
+                    "`head.target_state: vllm` is trained and measured so.",
                 ),
                 needs="mtp",
             )

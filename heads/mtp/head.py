@@ -10,6 +10,9 @@ post-final-norm state; the final norm of its output is what the target's project
 
 With `target_state` before_norm, both are states before these norms. Such a state h is not asked of the target: its final norm gives
 y = w h / rms(h), and hnorm, which hides scales, makes the same of y / w.
+
+With `target_state` vllm, row 0 reads zeros in place of an embedding, as vLLM 0.32 has it for the names of DeepSeek and GLM
+(`deepseek_mtp.py`, `glm4_moe_mtp.py`), and for GLM-4 MoE the next step's hidden state is the output before its norm.
 """
 
 from collections.abc import Callable
@@ -24,12 +27,12 @@ from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.cache import LayerShape
 from draftsmith.errors import UserError
 from draftsmith.heads.base import HeadOutput, Reads, StepOutput, Trains, shift_left
-from draftsmith.heads.eagle.base import EagleHead
+from draftsmith.heads.eagle.base import EagleHead, Reader
 from draftsmith.heads.layers import LayerOptions
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, NormedAttention, PlainLayer, Rotary
 from draftsmith.heads.layers.from_target import derive_layer_config, final_norm_weight, start_norm
 from draftsmith.heads.layers.row_plan import RowPlan
-from draftsmith.heads.layers.training_pass import TrainingPass
+from draftsmith.heads.layers.training_pass import LayerInput, TrainingPass
 from draftsmith.heads.mtp import MtpOptions
 from draftsmith.heads.mtp.target_layer import (
     ROUTING_BIAS,
@@ -72,6 +75,9 @@ class MtpHead(EagleHead):
         self.norm = RMSNorm(H, eps=eps)
         # w of the target's final norm, which `build` measures.
         self.register_buffer("target_norm", torch.ones(H) if options.target_state == "before_norm" else None)
+        as_vllm = options.target_state == "vllm"
+        self.hides_first = as_vllm and not target.model_type.startswith(("qwen3_next", "qwen3_5"))
+        self.feeds_normed = not (as_vllm and target.model_type in ("glm4_moe", "glm4_moe_lite"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """As `nn.Module._apply`; a routing bias stays fp32, as in the target."""
@@ -95,10 +101,25 @@ class MtpHead(EagleHead):
         self, tokens: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], update: CacheUpdate, mask: Tensor | None
     ) -> Tensor:
         """As `EagleHead.layer`."""
-        if self.options.layer is None:
-            return super().layer(tokens, hidden, rotation, update, mask)
-        x, _ = self.layer_input(self._embed(tokens), hidden)
-        return decode(self.layers[0], x, rotation, update, mask)
+        embedded, layer = self._embed(tokens), self.layers[0]
+        if self.hides_first:  # at position 0, which alone turns nothing
+            embedded = embedded * (rotation[1] != 0).any(-1, keepdim=True)
+        x, residual = self.layer_input(embedded, hidden)
+        if isinstance(layer, PlainLayer):
+            return layer.decode(x, residual, rotation, update, mask)
+        return decode(layer, x, rotation, update, mask)
+
+    def reader(self, batch: TrainBatch, passing: TrainingPass, num_steps: int) -> Reader:
+        """As `EagleHead.reader`."""
+        if not self.hides_first:
+            return super().reader(batch, passing, num_steps)
+
+        def read(rows: Tensor, step: int, hidden: Tensor) -> LayerInput:
+            tokens = shift_left(batch.ids, 1 + step, 0).flatten()[rows]
+            seen = (batch.position.flatten()[rows] + step > 0)[:, None]
+            return LayerInput(*self.layer_input(self._embed(tokens) * seen, hidden))
+
+        return read
 
     @property
     def least_window(self) -> int | None:
@@ -122,7 +143,7 @@ class MtpHead(EagleHead):
 
     def feedback(self, out: Tensor) -> Tensor:
         """The normed output [..., H] is the hidden state of the next step, or the output as it is."""
-        return self.norm(out) if self.target_norm is None else out
+        return self.norm(out) if self.feeds_normed and self.target_norm is None else out
 
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """As `EagleHead.forward`; with `step_keys`, in training, all rows run every step, as in a text of its own."""

@@ -111,6 +111,8 @@ def test_import_measures_both_states_and_writes_the_better_one(
     target = load_target(str(folder))
     head = load_head(tmp_path / "run-import", target)
     assert head.options.target_state == record["target_state"]
+    assert main(["import", *words, "--head.target_state", "vllm", "--output", str(tmp_path / "served")]) == 0
+    assert load_head(tmp_path / "served", target).options.target_state == "vllm"
     assert (head.target_norm is not None) == (record["target_state"] == "before_norm")
     # Texts that the layer does not know measure nothing.
     assert f"warning: import: {record['positions']} positions do not tell the two states apart" in captured.err
@@ -271,6 +273,34 @@ def test_answers_and_drafts_are_those_of_transformers(case: str | None, tmp_path
     rounds = zip(generation.rounds, drafted, strict=True)
     found = [[one.root, *draft.tokens, one.accepted] for one, draft in rounds]
     assert found == expected["rounds"]
+
+
+def test_drafts_are_those_of_vllm(tmp_path: Path) -> None:
+    """A GLM-4 MoE target decoded by vLLM itself: rounds are [*drafts, accepted]; near an answer's end it drafts as many as ever. States
+    as transformers feeds them make others."""
+    (first, second) = json.loads((FIXTURES / "vllm_mtp" / "glm4_moe.json").read_text())["answers"]
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    known = torch.tensor([*first["prompt"], *first["answer"]])
+    folder = save_own_layer(tmp_path / "target", "glm4_moe", known, **sizes)
+    # The first token counts, and so does what is read of it later.
+    held, prefix = load_file(folder / "model.safetensors"), f"model.layers.{LAYERS}."
+    fc, out = held[f"{prefix}eh_proj.weight"].clone(), held[f"{prefix}self_attn.o_proj.weight"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        fc[:, :64] = torch.randn(64, 64) * 0.5
+    add_tensors(folder, {f"{prefix}eh_proj.weight": fc, f"{prefix}self_attn.o_proj.weight": out * 8})
+    target = load_target(str(folder))
+    equal = {}
+    for state in ("vllm", "after_norm"):
+        drafter = EagleDrafter(load_native(folder, target, state).eval(), 3)
+        requests = [Request("", "all", tuple(one["prompt"]), 24, ignore_eos=True) for one in (first, second)]
+        decoded, drafted = record(target, drafter, requests, Sampling(temperature=0.0), rows=1)
+        assert [one.output_ids for one in decoded.generations] == [first["answer"], second["answer"]]
+        found = [draft.tokens for drafts in drafted for draft in drafts]
+        served = [one[:-1] for answer in (first, second) for one in answer["rounds"]]
+        equal[state] = [list(mine) == theirs[: len(mine)] for mine, theirs in zip(found, served, strict=True)]
+    assert all(equal["vllm"])
+    assert sum(equal["after_norm"]) < 0.2 * len(equal["after_norm"])
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,8 @@ class SlowMtp:
 
     def __init__(self, head: MtpHead, target: Target) -> None:
         self.head, self.target = head, target
-        self.before = head.options.target_state == "before_norm"
+        state = head.options.target_state
+        self.before, self.vllm = state == "before_norm", state == "vllm"
         if head.options.layer == "target":
             config, like, self.rotary = deepcopy(target.config), target.decoder.layers[-1], target.decoder.rotary_emb
             config._attn_implementation = "eager"
@@ -98,7 +99,10 @@ class SlowMtp:
     def outputs(self, tokens: Tensor, hidden: Tensor, first: int = 0) -> Tensor:
         """Entries' tokens [n] and hidden states [n, H], from position `first` on -> outputs [n, H], causal."""
         head, n = self.head, len(tokens)
-        read = [head.enorm(self.target.embedding[tokens]), head.hnorm(hidden)]
+        embedded = self.target.embedding[tokens]
+        if self.vllm and first == 0:
+            embedded[0] = 0  # a copy
+        read = [head.enorm(embedded), head.hnorm(hidden)]
         z_1nH = head.fc(torch.cat(read, -1))[None]
         rotation = self.rotary(z_1nH, torch.arange(first, first + n)[None])
         mask = torch.full((n, n), float("-inf")).triu(1)[None, None]
@@ -115,7 +119,8 @@ class SlowMtp:
         return seen[0][0]
 
     def fed(self, out: Tensor) -> Tensor:
-        return out if self.before else self.head.norm(out)
+        raw = self.before or (self.vllm and self.target.model_type == "glm4_moe")
+        return out if raw else self.head.norm(out)
 
     def logits(self, ids: Tensor, row: int, step: int) -> Tensor:
         """The logits [V] of a row of a document: by the keys of step 0 up to it, and its own later ones."""
@@ -153,10 +158,12 @@ def perturbed(head: MtpHead) -> MtpHead:
         *((None, step_keys, state) for step_keys in (False, True) for state in ("after_norm", "before_norm")),
         *((case, False, "after_norm") for case in OWN_LAYERS),
         ("deepseek", True, "before_norm"),
+        *((case, False, "vllm") for case in OWN_LAYERS),
+        (None, True, "vllm"),
     ],
 )
 def test_training_logits_are_those_of_the_slow_reference(
-    case: str | None, step_keys: bool, state: Literal["after_norm", "before_norm"]
+    case: str | None, step_keys: bool, state: Literal["after_norm", "before_norm", "vllm"]
 ) -> None:
     kind, keys = ("qwen3", {}) if case is None else OWN_LAYERS[case]
     target = make_target(kind, num_hidden_layers=2, **keys)

@@ -65,7 +65,9 @@ def adapt(head: DraftHead, adapter: DraftAdapter) -> DraftHead:
     layers = [
         one
         for name, one in head.named_modules()
-        if isinstance(one, nn.Linear) and "lm_head" not in name and one.out_features not in tokens
+        if isinstance(one, nn.Linear) and "lm_head" not in name
+        # A layer may be as long as a draft vocabulary by chance: those that end in one are no matrices for Muon either.
+        if not (one.out_features in tokens and any(part in name for part in head.trains.no_muon))
     ]
     if not layers or "tuned" in head.trains.outputs:
         why = "tunes its target by an adapter of its own" if layers else "has no linear layers to adapt"

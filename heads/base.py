@@ -341,9 +341,10 @@ class DraftHead(nn.Module, ABC):
         """The narrowest window that its drafts fit into, in tokens; None where its attention takes none."""
         return None
 
-    def engine_draft_length(self, num_speculative_tokens: int) -> int:
-        """Return the draft length, in tokens, to start an engine with; heads trained for one length override it."""
-        return self.clamp_draft_length(num_speculative_tokens)
+    @property
+    def engine_tokens(self) -> int | None:
+        """The one draft length, in tokens, to start an engine with; None where it may be any that the head drafts."""
+        return None
 
     def lr_factor(self, name: str) -> float:
         """Return the learning rate of the parameter `name` as a multiple of the recipe's."""
@@ -370,6 +371,10 @@ class DraftHead(nn.Module, ABC):
 
     def served(self) -> "DraftHead":
         """Return the head as engines compute it: itself, or one that gives the same logits from other tensors."""
+        return self
+
+    def in_engines(self) -> "DraftHead":
+        """Return the head as it drafts in engines: itself, or one without what they do not know."""
         return self
 
 

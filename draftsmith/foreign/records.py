@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def read_dataclass(kind: type[T], value: Any, source: str) -> T:
-    """Build the dataclass `kind` from a JSON value; every field must be there and no other key may be.
+    """Build the dataclass `kind` from a JSON value; every field but those marked LATER must be there, and no other key may be.
 
     The type hints are the schema. Understood: `bool`, `int`, `float` (an integer is a float too), `str`, `Any`, `X | None`,
     `dict[str, X]`, `tuple[X, ...]`, `tuple[X, Y]` and nested dataclasses.
@@ -74,12 +74,13 @@ def _hints(kind: Any, value: dict[str, Any], key: str, source: str) -> dict[str,
     names = [field.name for field in dataclasses.fields(kind)]
     if unknown := [name for name in value if name not in names]:
         raise UserError(f"{source}: unknown key '{where}{unknown[0]}'; the known keys there are {', '.join(names)}.")
-    if missing := [name for name in names if name not in value]:
+    later = {field.name for field in dataclasses.fields(kind) if field.metadata.get("later")}
+    if missing := [name for name in names if name not in value and name not in later]:
         raise UserError(
             f"{source}: the key '{where}{missing[0]}' is missing; what was not measured is written as null, so write the file "
             "again with this version of draftsmith."
         )
-    return {name: hints[name] for name in names}
+    return {name: hints[name] for name in names if name in value}
 
 
 def read_current(kind: type[T], value: Any, source: str, again: str) -> T:

@@ -199,6 +199,7 @@ class EvaluateSpec(FilterSpec):
                 d.weights,
                 d.window,
                 d.acceptance,
+                tuple(d.heads),
             )
             for d in self.drafts
         }

@@ -172,8 +172,9 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
     _ = session.tokenizer  # checks it against the target and data.template
     size = draft_vocab_size_of(session.head_options)
     warm = load_warm(recipe, target)
-    vocab = None if warm is None else warm.draft_vocab
-    if chooses_vocab(session, warm) and size is not None and size != target.vocab_size:
+    chosen = chooses_vocab(session, warm)
+    vocab = None if warm is None or chosen else warm.draft_vocab
+    if chosen and size is not None and size != target.vocab_size:
         counts = torch.zeros(target.vocab_size, dtype=torch.int64)
         vocab = choose_draft_vocab(counts, size, always_drafted(session))
     head = initial_head(session, warm, vocab)

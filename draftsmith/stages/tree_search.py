@@ -7,7 +7,7 @@ How many tokens each tree gets accepted is measured on answers held out of train
 settings new ones to the same prompts. What a tree costs is timed: target passes and drafts. Evaluation prompts play no part.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -179,15 +179,20 @@ def search_chain(session: Session, temperature: float | None, output: Path | Non
     context_ids = _typical_context(target, samples, depth)
     timed = measure_costs(target, [head_system("head", head, depth, depth)], context_ids, sampling)
     draft_ms, verify_ms = next(iter(timed.draft_ms.values())), timed.verify_ms
-    # Where all distributions are known at once all tokens are drafted, else one more than are kept.
-    whole = {"static", "best_first"} <= method.trees_of(head.options)
-    ms_of = [draft_ms[str(depth if whole else min(n + 1, depth))] + verify_ms[str(n + 1)] for n in range(depth + 1)]
+    # Where all distributions are known at once, or those of another length are others, all tokens are drafted.
+    own_pass = head.drafts.own_pass
+    whole = own_pass or {"static", "best_first"} <= method.trees_of(head.options)
 
-    def cost(drafted: np.ndarray) -> np.ndarray:
-        return np.array(ms_of)[drafted]
+    def cost(k: int, more: int) -> Callable[[np.ndarray], np.ndarray]:
+        """Drafts of at most k tokens, of which so many more are made than kept."""
+        ms = [draft_ms[str(k if whole else max(1, min(n + more, k)))] + verify_ms[str(n + 1)] for n in range(k + 1)]
+        return lambda drafted: np.array(ms)[drafted]
 
-    ways = {f"{k} tokens": texts.spent(fixed(k, depth), cost) for k in range(1, depth + 1)}
-    floors, ways["adaptive"] = find_floors(texts, cost)
+    ways = {}
+    for k in range(1, depth + 1):
+        read = read_chances(target, head, samples, k, sampling) if own_pass else texts
+        ways[f"{k} tokens"] = read.spent(fixed(k, k if own_pass else depth), cost(k, 0))
+    floors, ways["adaptive"] = find_floors(texts, cost(depth, 1))
     found = _by_slice(ways, texts.slices, verify_ms["1"])
     calibration = {"source": source, "answers": len(texts.tokens_S), "places": int(texts.tokens_S.sum())}
     facts = {"ways": found, "costs": {"context": len(context_ids), "draft_ms": draft_ms, "verify_ms": verify_ms}}

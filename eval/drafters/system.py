@@ -5,7 +5,7 @@ K: num_speculative_tokens.
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.decoder.answers import Decoded, Generation, Request
@@ -17,6 +17,7 @@ from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError
 from draftsmith.eval.simulate.texts import Simulation, Simulator, head_simulator, simulate_together
+from draftsmith.fields import LATER
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.quantized import quantize_head, weight_bytes
 from draftsmith.heads.registry import find_method
@@ -43,6 +44,8 @@ class DraftInfo:
     tokens that a round adds to a target pass. tree: null for a chain. lossy: its texts do not follow the target's distribution.
     parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a target that was tuned with it
     verifies its drafts. layer_ids: the target's layers that the head reads; num_heads: of Medusa; both are what engines are told.
+    engine_tokens: the draft length that they are told whatever K is planned, null where it is K. window: of the head's attention, null
+    for the one that it was trained with.
     trained_length: tokens of the longest text that the head learned from, null where that is not recorded. weights: what a head's
     are rounded to, null for as they are; weight_bytes: of these, or of the draft model's. cache_bytes: of a token in the KV cache of
     its own, 0 without one; cache_slots: what a row of it holds beyond its text. vocabulary: the tokens that a head drafts among, 0
@@ -64,6 +67,8 @@ class DraftInfo:
     cache_bytes: int | None = None
     cache_slots: int | None = None
     vocabulary: int | None = None
+    engine_tokens: int | None = field(default=None, metadata=LATER)
+    window: int | None = field(default=None, metadata=LATER)
 
     def unlike(self, other: "DraftInfo") -> str:
         """Return what makes it another drafter than `other`, as far as both say, in words that follow "has"; empty for the same."""
@@ -181,6 +186,8 @@ class SystemUnderTest:
             cache_bytes=0 if cache is None else entry_bytes(cache.shapes),
             cache_slots=0 if cache is None else cache.capacity - 1,
             vocabulary=vocabulary,
+            engine_tokens=None if self.head is None else self.head.engine_tokens,
+            window=self.window,
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from draftsmith.data.embedded import SHIPPED
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, check_fits
 from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_evaluation
@@ -17,7 +18,7 @@ from draftsmith.eval.planner.routing import Rules, make_rules, no_rules
 from draftsmith.eval.planner.verdict import Action, Check, Verdict, clock_faults, decide, make_checks
 from draftsmith.eval.results.result import Result
 from draftsmith.foreign.records import read_dataclass
-from draftsmith.heads.formats.engines import ENGINES, Again, Serving, Snippet, one_gpu
+from draftsmith.heads.formats.engines import ENGINES, Again, Serving, Snippet, at_length, one_gpu
 from draftsmith.heads.formats.layout import default_layout, layouts_of, target_obstacle
 from draftsmith.heads.registry import is_known
 from draftsmith.machine import Hardware
@@ -219,7 +220,7 @@ _SOURCES = {"llama_cpp": "LLAMA_CPP", "tensorrt_llm": "TENSORRT_LLM"}
 
 def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     """Return what starts each engine that reads the run's own head, by its name in ENGINES; empty where the decision is to leave
-    speculation off, and for what an export does not hold as planned: other heads, lossy drafts, and a tuned target, which the export's
+    speculation off, and for what an export does not hold as planned: other heads, windows and weights than its own, lossy drafts, and a tuned target, which the export's
     README starts. Where a tree is fastest they are started with the fastest chain.
 
     The layout is that of the recipe, as far as it holds heads of the method; whether an engine can divide this head over the GPUs is
@@ -232,20 +233,21 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     if not rules.largest_batch or draft is None or rules.drafter not in (first, own and own.method):
         return {}
     known = layouts_of(draft.method) if is_known(draft.method) else {}
-    if draft.tree is not None or draft.lossy or draft.tuned or not known:
+    if draft.tree is not None or draft.lossy or draft.tuned or draft.window or draft.weights or not known:
         return {}
     layout = known.get(export.layout or "") or known[default_layout(draft.method, result.target.path)]
-    target, place = result.target.path, local_folder(result.target.path)
+    target = str(SHIPPED) if result.target.path == "embedded" else result.target.path
+    place = local_folder(target)
     architectures = None if place is None else read_object(place / "config.json").get("architectures")
     serving = Serving(
         draft=os.path.join(decision.exports, layout.name),
         target=str(Path(target).absolute()) if Path(target).exists() else target,
-        tokens=rules.num_speculative_tokens,
+        tokens=draft.engine_tokens or rules.num_speculative_tokens,
         dtype=result.settings.dtype if export.dtype == "auto" else export.dtype,
         gpus=gpus,
         layer_ids=draft.layer_ids,
         heads=draft.num_heads,
-        by_batch=rules.by_batch,
+        by_batch=at_length(rules.by_batch, draft.engine_tokens),
         again=decision.again,
     )
     return {

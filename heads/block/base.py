@@ -145,10 +145,11 @@ class BlockHead(DraftHead):
         for mask_BL in masks:
             yield mask_BL & chosen_BL
 
-    def engine_draft_length(self, num_speculative_tokens: int) -> int:
-        """Return the length of the trained block where a head fills in whole ones: engines fill in a shorter one for fewer tokens,
-        which it has never seen."""
-        return self.trains.steps if self.whole else self.clamp_draft_length(num_speculative_tokens)
+    @property
+    def engine_tokens(self) -> int | None:
+        """The length of the trained block where a head fills in whole ones: engines fill in a shorter one for fewer tokens, which it has
+        never seen."""
+        return self.trains.steps if self.whole else None
 
     def plan(self, batch: TrainBatch, num_steps: int) -> Plan:
         """As `DraftHead.plan`: the blocks of the rows of step 0, in training all at once."""

@@ -14,6 +14,7 @@ begin anew there.
 """
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from transformers import LlamaConfig
 from draftsmith.data.batch import TrainBatch
 from draftsmith.decoder.draft import DecodeState, Draft
 from draftsmith.decoder.sampling import PREFIX, uniforms
-from draftsmith.heads.base import HeadOutput, StepOutput
+from draftsmith.heads.base import DraftHead, HeadOutput, StepOutput
 from draftsmith.heads.block import BlockOptions
 from draftsmith.heads.block.base import BlockDrafter, BlockHead
 from draftsmith.heads.dflash import DFlashOptions
@@ -62,6 +63,14 @@ class DFlashHead(BlockHead):
             sources = (plain[k], behind[k], known_R[own] - 1)
             steps.append(StepOutput(k, at, sources, self._first_pass, besides=self._second_pass, rounds=None))
         return HeadOutput(tuple(steps))
+
+    def in_engines(self) -> DraftHead:
+        """The head with one pass."""
+        if self.prefix is None:
+            return self
+        alone = copy(self)  # of the same weights
+        alone.options = replace(self.options, variable_prefix=None, prefix_base=DFlashOptions.prefix_base)
+        return alone
 
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
         """The states [R_k, H] and rows [R_k] of each step -> its logits."""

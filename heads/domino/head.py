@@ -65,8 +65,9 @@ class DominoHead(BlockHead):
         self.embed_proj = nn.Sequential(nn.Linear(H + G, E, bias=False), nn.SiLU(), last)
         self.trains = replace(self.trains, outputs=frozenset({"base"}), no_muon=("prefix_gru", "embed_proj"))
 
-    def engine_draft_length(self, num_speculative_tokens: int) -> int:
-        """Return what SGLang drafts with a whole block: a token less than it has slots, whichever tokens these predict."""
+    @property
+    def engine_tokens(self) -> int:
+        """What SGLang drafts with a whole block: a token less than it has slots, whichever tokens these predict."""
         return self.options.block_size - 1
 
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:

@@ -17,7 +17,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, drafting
 from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, borrows_embedding, model_directory
 from draftsmith.heads.export.readme import README, Exported, write_readme
-from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, split_obstacle
+from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, at_length, split_obstacle
 from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
 from draftsmith.heads.formats.schema import FLOATS, Export, ModelFiles, flatten, target_reference
 from draftsmith.heads.record import NO_HISTORY, RECORD, History, Passport, facts_of, what_it_reads, write_passport
@@ -78,13 +78,14 @@ def export_head(
     serving = Serving(
         draft=str(dest),
         target=target_reference(target),
-        tokens=head.engine_draft_length(max((k for *_, k in planned), default=num_speculative_tokens) or USUAL_TOKENS),
+        tokens=head.engine_tokens
+        or head.clamp_draft_length(max((k for *_, k in planned), default=num_speculative_tokens) or USUAL_TOKENS),
         dtype=str(files.dtype).removeprefix("torch."),
         gpus=tensor_parallel,
         layer_ids=tuple(head.reads.layer_ids),
         heads=getattr(head.options, "num_heads", 0),
         adapter=adapter,
-        by_batch=planned,
+        by_batch=at_length(planned, head.engine_tokens),
         again=again or Again(),
     )
     exported = Exported(head, target, chosen, files, serving, target_note, verdict, history)

@@ -277,7 +277,12 @@ class NativeSchema(Schema):
         weights = [rows[name] for name in own if not name.endswith(ROUTING_BIAS)]
         dtypes = {FLOAT_TYPES[spans[name].dtype] for name in weights if name in spans}
         dtype = dtypes.pop() if len(dtypes) == 1 else export.dtype
-        if not any(config.get(key) for key in _COUNTS):
+        if (count := max(config.get(key) or 0 for key in _COUNTS)) > 1:
+            raise UserError(
+                f"The configuration of the target {target.path} asks for {count} MTP layers, and this head is one: serve it with the layers "
+                "that it came with, or train the method eagle3."
+            )
+        if not count:
             config[_COUNTS[2] if qwen else _COUNTS[0]] = 1
         tensors = {
             rows[name]: value.detach().to(dtype if rows[name] in weights else torch.float32)

@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from draftsmith.cli.main import main
 from draftsmith.errors import UserError
@@ -86,6 +87,17 @@ def test_what_cannot_be_adapted_is_refused() -> None:
     bare._modules.clear()
     with pytest.raises(UserError, match="this medusa head has no linear layers to adapt"):
         adapt(bare, SPEC)
+
+
+def test_a_layer_as_long_as_the_draft_vocabulary_is_adapted() -> None:
+    target = make_target()
+    adapted = []
+    for size in (target.config.hidden_size, target.config.hidden_size + 1):
+        head = adapt(make_eagle3(target, torch.arange(size)), SPEC)
+        adapted.append([name for name, module in head.named_modules() if is_parametrized(module)])
+    assert adapted[0] == adapted[1]
+    assert any(name.endswith("q_proj") for name in adapted[0])
+    assert "lm_head" not in adapted[0]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from torch import Tensor
 from draftsmith.data.batch import Tokenized
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.registry import Method, methods
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.stages import preflight as preflight_module
@@ -24,7 +25,8 @@ from draftsmith.stages.evaluation import prompts_of
 from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session, choose_device
 from draftsmith.stages.training import initial_head, train_inputs
-from draftsmith.target.target import Target
+from draftsmith.target.target import Target, load_target
+from tests.heads.blocks import make_head
 from tests.helpers import save_target, tiny_tokenizer
 from tests.models import tiny_model
 from tests.pretended_gpu.cuda import pretended_gpu
@@ -357,6 +359,11 @@ def test_what_cannot_be_is_refused_before_any_work(row: str, workplace: Path, tm
 
 
 def test_what_can_be_is_not_refused(workplace: Path, tmp_path: Path) -> None:
+    target = load_target(str(workplace / "target"))
+    save_head(make_head("dflash", target, torch.arange(0, target.vocab_size, 2)), tmp_path / "narrow", target)
+    whole = {"draft_vocab_size": target.vocab_size, "num_layers": 2, "block_size": 5}
+    resized = [f"--train.warm_start={tmp_path / 'narrow'}", "--train.resize=true", "--export.layout=dflash_llama_cpp"]
+    preflight(session_of(workplace, tmp_path, "dflash", whole, *resized), "train")
     preflight(session_of(workplace, tmp_path, "eagle3", {"draft_vocab_size": len(tiny_tokenizer())}), "train")
     head = {"init_from": str(workplace / "short")}
     preflight(session_of(workplace, tmp_path, "draft_model", head, "--data.max_length=64"), "train")

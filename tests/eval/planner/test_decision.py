@@ -32,7 +32,7 @@ from tests.eval.planner.plans import measures, result, table
 
 
 def decision(target: str = "models/my-model", method: str = "draft_model", **export: Any) -> Any:
-    draft = SimpleNamespace(tree=None, lossy=False, tuned=False, method=method, layer_ids=(2, 4, 6), num_heads=3)
+    draft = DraftInfo(method, 3, 3, layer_ids=(2, 4, 6), num_heads=3)
     rules = SimpleNamespace(largest_batch=4, drafter=method, num_speculative_tokens=3, by_batch=())
     settings = SimpleNamespace(dtype="float16")
     drafters, path = {method: SimpleNamespace(draft=draft)}, SimpleNamespace(path=target)
@@ -73,6 +73,30 @@ def test_the_layout_of_the_recipe_decides_which_engines_are_started(name: str) -
     assert found.keys() == layout.engines.keys()
     for snippets in found.values():
         assert any(f"export/{name}" in snippet.text for snippet in snippets)
+
+
+def with_draft(made: Any, **changes: Any) -> Any:
+    """The same decision with changes of what is drafted."""
+    result = made.plan.results[0]
+    (name, drafter), *_ = result.drafters.items()
+    result.drafters[name] = SimpleNamespace(draft=replace(drafter.draft, **changes))
+    return made
+
+
+@pytest.mark.parametrize("method", ["dflash", "xpress"])
+def test_a_head_of_one_length_is_started_with_it_whatever_is_planned(method: str) -> None:
+    made = with_draft(decision(method=method), engine_tokens=7)
+    made.served.by_batch = ((1, 4, 3), (5, 8, 2), (9, 64, 0))
+    (snippet,) = engine_settings(made)["vllm"]
+    config = json.loads(re.search(r"\{.*\}", snippet.text)[0])
+    assert config["num_speculative_tokens"] == 7
+    steps = config.get("num_speculative_tokens_per_batch_size")
+    assert steps == (None if method == "xpress" else [[1, 4, 7], [5, 8, 7], [9, 64, 0]])
+
+
+@pytest.mark.parametrize("changes", [{"window": 512}, {"weights": "int4"}, {"lossy": True}, {"tuned": True}])
+def test_what_an_export_does_not_hold_is_not_started(changes: dict[str, Any]) -> None:
+    assert engine_settings(with_draft(decision(), **changes)) == {}
 
 
 def test_a_layout_of_another_method_does_not_apply() -> None:

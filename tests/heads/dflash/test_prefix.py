@@ -14,6 +14,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import head_system
+from draftsmith.eval.parity.bundle import make_bundle
 from draftsmith.eval.simulate.texts import simulate_generations
 from draftsmith.heads.dflash.head import DFlashDrafter, DFlashOptions
 from draftsmith.heads.losses.head_loss import head_loss
@@ -87,6 +88,17 @@ def test_one_simulation_tells_the_acceptance_of_every_length() -> None:
         assert tau is not None
         assert tau > 1 + 0.4 * k
         assert total([tallies[k - 1] for tallies in simulated], k).tau == pytest.approx(tau)
+
+
+def test_an_engine_is_held_against_one_pass() -> None:
+    """Engines do not know the second one: what they must draft is what the same weights draft without a prefix."""
+    target = make_target()
+    prefixed, plain = make_head("dflash", target, variable_prefix=1), make_head("dflash", target)
+    plain.load_state_dict(prefixed.state_dict())
+    both = [make_bundle(target, head.eval(), requests(4), 3, {}, "dflash") for head in (prefixed, plain)]
+    assert both[0] is not None
+    assert both[0] == both[1]
+    assert prefixed.prefix == 1
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,16 @@ def test_a_target_without_a_layer_gets_one(split: bool, tmp_path: Path) -> None:
     assert load_target(str(again)).num_layers == 2
 
 
+def test_a_target_with_several_layers_takes_none_before_training(tmp_path: Path) -> None:
+    model = native_model("glm4_moe")
+    folder = save_native(tmp_path / "target", "glm4_moe", {}, model, num_nextn_predict_layers=2)
+    target = Target(model, path="tiny", fingerprint="0", directory=folder)
+    with pytest.raises(
+        UserError, match=r"^The configuration of the target tiny asks for 2 MTP layers, and this head is one"
+    ):
+        convert_head(build(MtpOptions(qk_norm=True), target, None), target, layout="mtp")
+
+
 @pytest.mark.parametrize("case", [None, "deepseek", "glm4_moe"])
 def test_answers_and_drafts_are_those_of_transformers(case: str | None, tmp_path: Path) -> None:
     """Its generate(use_mtp=True) decoded the same files: rounds are [root, draft, accepted]; half of the answer the layer knows."""

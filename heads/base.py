@@ -351,14 +351,8 @@ class DraftHead(nn.Module, ABC):
         return 1.0
 
     def calibrate(self, passes: Passes) -> dict[str, Any]:
-        """Calibrate the confidence after training, for heads whose `trains.outputs` name one.
-
-        Args:
-            passes: over held-out answers.
-
-        Returns:
-            What the reports show of it; empty where nothing is fitted.
-        """
+        """Calibrate the confidence after training by passes over held-out answers, for heads whose `trains.outputs` name one; return what
+        the reports show of it, {} where nothing is fitted."""
         return {}
 
     def deployed(self, target: Target) -> "DraftHead":

@@ -129,9 +129,8 @@ def make_bundle(
 
     messages: by id of a request, those that it is of.
     """
-    head = head.in_engines()
     # Past its end, so that it is known what an engine accepts of a draft that goes on there.
-    chosen = choose(requests, target, tokens)
+    head, chosen = head.in_engines(), choose(requests, target, tokens)
     longer = [replace(r, max_new_tokens=r.max_new_tokens + tokens + 1, ignore_eos=True) for r in chosen]
     if not longer:
         return None

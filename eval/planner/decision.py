@@ -18,7 +18,7 @@ from draftsmith.eval.planner.routing import Rules, make_rules, no_rules
 from draftsmith.eval.planner.verdict import Action, Check, Verdict, clock_faults, decide, make_checks
 from draftsmith.eval.results.result import Result
 from draftsmith.foreign.records import read_dataclass
-from draftsmith.heads.formats.engines import ENGINES, Again, Serving, Snippet, at_length, one_gpu
+from draftsmith.heads.formats.engines import ENGINES, Again, Serving, Snippet, one_gpu
 from draftsmith.heads.formats.layout import default_layout, layouts_of, target_obstacle
 from draftsmith.heads.registry import is_known
 from draftsmith.machine import Hardware
@@ -247,7 +247,7 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
         gpus=gpus,
         layer_ids=draft.layer_ids,
         heads=draft.num_heads,
-        by_batch=at_length(rules.by_batch, draft.engine_tokens),
+        by_batch=tuple((first, last, k and (draft.engine_tokens or k)) for first, last, k in rules.by_batch),
         again=decision.again,
     )
     return {

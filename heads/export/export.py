@@ -17,7 +17,7 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead, drafting
 from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, borrows_embedding, model_directory
 from draftsmith.heads.export.readme import README, Exported, write_readme
-from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, at_length, split_obstacle
+from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, split_obstacle
 from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
 from draftsmith.heads.formats.schema import FLOATS, Export, ModelFiles, flatten, target_reference
 from draftsmith.heads.record import NO_HISTORY, RECORD, History, Passport, facts_of, what_it_reads, write_passport
@@ -64,7 +64,11 @@ def export_head(
     the layout cannot hold the head, and for a destination that cannot be written; nothing is left behind then. What was written is
     loaded again and must give the same logits.
     """
-    dest, head = Path(dest).absolute(), head.served()
+    dest, head, most = (
+        Path(dest).absolute(),
+        head.served(),
+        max((k for *_, k in planned), default=num_speculative_tokens),
+    )
     chosen = find_layout(layout or default_layout(head.method, str(target.path)), head.method)
     files = convert_head(
         head,
@@ -78,14 +82,13 @@ def export_head(
     serving = Serving(
         draft=str(dest),
         target=target_reference(target),
-        tokens=head.engine_tokens
-        or head.clamp_draft_length(max((k for *_, k in planned), default=num_speculative_tokens) or USUAL_TOKENS),
+        tokens=head.engine_tokens or head.clamp_draft_length(most or USUAL_TOKENS),
         dtype=str(files.dtype).removeprefix("torch."),
         gpus=tensor_parallel,
         layer_ids=tuple(head.reads.layer_ids),
         heads=getattr(head.options, "num_heads", 0),
         adapter=adapter,
-        by_batch=at_length(planned, head.engine_tokens),
+        by_batch=tuple((first, last, k and (head.engine_tokens or k)) for first, last, k in planned),
         again=again or Again(),
     )
     exported = Exported(head, target, chosen, files, serving, target_note, verdict, history)

@@ -201,13 +201,6 @@ class Serving:
     again: Again = Again()
 
 
-def at_length(
-    by_batch: tuple[tuple[int, int, int], ...], engine_tokens: int | None
-) -> tuple[tuple[int, int, int], ...]:
-    """Return `Serving.by_batch` with the one draft length that a head takes, as planned where it takes any (None)."""
-    return tuple((first, last, k and (engine_tokens or k)) for first, last, k in by_batch)
-
-
 def steps_in_words(by_batch: Sequence[tuple[int, int, int]]) -> str:
     """Return the draft lengths of `Serving.by_batch` in words."""
     return ", ".join(

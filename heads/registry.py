@@ -106,6 +106,12 @@ class Method:
         return getattr(self._module(module), name)
 
 
+def own_method(package: str, options: str, drafter: str, **others: Any) -> Method:
+    """Return a method of heads/, whose layouts are in its formats.py, and which asks the target for states alone if nothing else is
+    said."""
+    return Method(package, options, drafter, **{"formats": "formats", "layers": False, **others})
+
+
 @functools.cache
 def methods() -> dict[str, Method]:
     """Return draftsmith's own methods by name: the folders of heads/ whose `__init__` defines a METHOD."""

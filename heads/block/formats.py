@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.errors import UserError
+from draftsmith.heads.base import DraftHead
 from draftsmith.heads.block.base import Head
 from draftsmith.heads.checkpoint import EMBEDDING, fill
 from draftsmith.heads.files import explain_config, read_config, read_weights
@@ -25,7 +26,16 @@ from draftsmith.heads.formats.published import (
     tidy,
     vocab_offsets,
 )
-from draftsmith.heads.formats.schema import LLAMA_KEYS, Config, Export, Schema, TensorRow, draft_vocab_size, llama_layer
+from draftsmith.heads.formats.schema import (
+    LLAMA_KEYS,
+    Config,
+    Export,
+    ModelFiles,
+    Schema,
+    TensorRow,
+    draft_vocab_size,
+    llama_layer,
+)
 from draftsmith.target.target import Target
 
 SECTION = "dflash_config"
@@ -175,34 +185,30 @@ BLOCK_LENGTH_VLLM = (
     "The number of tokens is that of the trained block: with another, vLLM fills in a block of another length, which accepts "
     "less."
 )
+_BIASED, _BARE = "a target whose output projection has a bias", "takes the bare matrix for the drafts"
 MEASURE_ALONE = "train it with draftsmith train and export.layout null, and measure it with draftsmith evaluate"
+
+
+def has_own_vocabulary(files: ModelFiles, target: Target, head: DraftHead) -> bool:
+    """Whether the head drafts among fewer tokens than the target's."""
+    return _reduced(files.config)
 
 
 def whole_vocabulary(title: str, why: str) -> Rule:
     """Return the rule of engines that draft among all of the target's tokens."""
-    return Rule(
-        f"a draft vocabulary of its own, for {title}",
-        why,
-        "train with the whole vocabulary (head.draft_vocab_size null)",
-        lambda files, target, head: files.config["draft_vocab_size"] != files.config["vocab_size"],
-    )
+    instead = "train with the whole vocabulary (head.draft_vocab_size null)"
+    return Rule(f"a draft vocabulary of its own, for {title}", why, instead, has_own_vocabulary)
 
 
 def biased_projection(title: str) -> Rule:
     """Return the rule of engines that draft with the bare matrix too, but take no more of the logits than which token is likeliest,
     unless they are told to sample: a scale or a softcap changes nothing of that."""
-    what = f"a target whose output projection has a bias, for {title}"
-    return Rule(what, "takes the bare matrix for the drafts", MEASURE_ALONE, biased_target)
+    return Rule(f"{_BIASED}, for {title}", _BARE, MEASURE_ALONE, biased_target)
 
 
 def bare_matrix(title: str) -> Rule:
     """Return the rule of engines that draft with the bare matrix of the target's output projection."""
-    return Rule(
-        f"a target whose output projection has a bias, a scale or a softcap, for {title}",
-        "takes the bare matrix for the drafts",
-        MEASURE_ALONE,
-        more_than_a_matrix,
-    )
+    return Rule(f"{_BIASED}, a scale or a softcap, for {title}", _BARE, MEASURE_ALONE, more_than_a_matrix)
 
 
 _SHORTER = "With fewer tokens than the trained block has it fills in a shorter one, which accepts less."

@@ -6,7 +6,7 @@ from typing import ClassVar
 from draftsmith.errors import UserError
 from draftsmith.fields import LATER, within
 from draftsmith.heads.block import BlockOptions
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,6 @@ class DFlashOptions(BlockOptions):
             )
 
 
-METHOD = Method(
-    __name__,
-    options=":DFlashOptions",
-    drafter="head:DFlashDrafter",
-    formats="formats",
-    layers=False,
-    trees=frozenset({"static", "drawn", "best_first"}),
+METHOD = own_method(
+    __name__, ":DFlashOptions", "head:DFlashDrafter", trees=frozenset({"static", "drawn", "best_first"})
 )

@@ -46,41 +46,24 @@ CPU_NORMS = (
     "`rms_norm` knows one row of weights there), so drafts of several layers are accepted less."
 )
 
+_VLLM = Served(
+    engines.start_vllm("dflash"),
+    rules=(block.biased_projection("DFlash"),),
+    caveats=(block.BLOCK_LENGTH_VLLM, CPU_NORMS, ONE_PASS),
+    needs="states",
+)
+_NO_CONVERTER = Rule(
+    "a draft vocabulary of its own",
+    "has no converter for it",
+    "export the layout dflash for vLLM, or train with the whole vocabulary",
+    block.has_own_vocabulary,
+)
+_LLAMA_CPP = block.served_by_llama_cpp("dflash", "DFlash", (_NO_CONVERTER,), (ONE_PASS,))
+_FOR_LLAMA_CPP = block.for_llama_cpp(DFLASH, block.LM_HEAD, block.D2T)
+
 LAYOUTS = (
-    Layout(
-        "dflash",
-        DFLASH,
-        load_dflash_directory,
-        {
-            "vllm": Served(
-                engines.start_vllm("dflash"),
-                rules=(block.biased_projection("DFlash"),),
-                caveats=(block.BLOCK_LENGTH_VLLM, CPU_NORMS, ONE_PASS),
-                needs="states",
-            )
-        },
-    ),
-    Layout(
-        "dflash",
-        # Its converter knows no vocabulary of a DFlash head's own.
-        block.for_llama_cpp(DFLASH, block.LM_HEAD, block.D2T),
-        load_dflash_directory,
-        {
-            "llama_cpp": block.served_by_llama_cpp(
-                "dflash",
-                "DFlash",
-                caveats=(ONE_PASS,),
-                rules=(
-                    Rule(
-                        "a draft vocabulary of its own",
-                        "has no converter for it",
-                        "export the layout dflash for vLLM, or train with the whole vocabulary",
-                        lambda files, target, head: files.config["draft_vocab_size"] != files.config["vocab_size"],
-                    ),
-                ),
-            )
-        },
-    ),
+    Layout("dflash", DFLASH, load_dflash_directory, {"vllm": _VLLM}),
+    Layout("dflash", _FOR_LLAMA_CPP, load_dflash_directory, {"llama_cpp": _LLAMA_CPP}),
 )
 
 FORMATS = (

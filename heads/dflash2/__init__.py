@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from draftsmith.errors import UserError
 from draftsmith.fields import VOCABULARY, WIDTH, within
 from draftsmith.heads.block import BlockOptions
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,4 @@ class DFlash2Options(BlockOptions):
             )
 
 
-METHOD = Method(
-    __name__,
-    options=":DFlash2Options",
-    drafter="head:DFlash2Drafter",
-    formats="formats",
-    layers=False,
-    trees=frozenset({"best_first"}),
-)
+METHOD = own_method(__name__, ":DFlash2Options", "head:DFlash2Drafter", trees=frozenset({"best_first"}))

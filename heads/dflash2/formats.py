@@ -5,14 +5,13 @@ The layout is the one of the published heads, flat, with an explicit `is_causal`
 
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from draftsmith.heads.block import formats as block
 from draftsmith.heads.dflash2.head import DFlash2Head
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.recognise import Format
-from draftsmith.heads.formats.schema import ABSENT, Export, TensorRow
+from draftsmith.heads.formats.schema import ABSENT, TensorRow
 from draftsmith.target.target import Target
 
 _SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -34,15 +33,6 @@ def load_dflash2_directory(path: Path | str, target: Target) -> DFlash2Head:
     return block.load_block(path, config, target, DFlash2Head, **sizes)
 
 
-def _window(export: Export) -> Any:
-    return export.head.window or ABSENT
-
-
-def _layer_types(export: Export) -> list[str]:
-    kind = "full_attention" if export.head.window is None else "sliding_attention"
-    return [kind] * export.head.options.num_layers
-
-
 DFLASH2 = block.block_schema(
     "dflash2",
     "DFlash2DraftModel",
@@ -59,11 +49,12 @@ DFLASH2 = block.block_schema(
     ),
     keys={
         "is_causal": False,  # engines would take a window for causal
-        "layer_types": _layer_types,
-        "use_sliding_window": lambda export: (
-            export.head.window is not None
-        ),  # else Qwen3's configuration drops the window
-        "sliding_window": _window,
+        "layer_types": lambda export: (
+            ["full_attention" if export.head.window is None else "sliding_attention"] * export.head.options.num_layers
+        ),
+        # Else Qwen3's configuration drops the window.
+        "use_sliding_window": lambda export: export.head.window is not None,
+        "sliding_window": lambda export: export.head.window or ABSENT,
         block.SECTION: {
             **block.SECTION_KEYS,
             **{key: attrgetter(f"head.options.{key}") for key in _SIZES},
@@ -87,57 +78,47 @@ _LENGTH = (
     "where each has a pass of its own."
 )
 
+_VLLM = Served(
+    engines.start_vllm("dflash", one_length=True),
+    rules=(_OWN_VOCABULARY, _BIAS),
+    caveats=(
+        _LENGTH,
+        "vLLM 0.32 has DFlash2 in its runner for GPUs alone, which is the default there: leave "
+        "`VLLM_USE_V2_MODEL_RUNNER` unset.",
+        "By default vLLM drafts the most likely tokens at every temperature; with "
+        '`"draft_sample_method": "probabilistic"` it draws them, as draftsmith does.',
+    ),
+    needs="states",
+    since="0.28",
+)
+_SGLANG = Served(
+    engines.start_sglang("DFLASH"),
+    rules=(_OWN_VOCABULARY, _BIAS),
+    caveats=(
+        _LENGTH,
+        "SGLang runs DFlash2 on GPUs alone. The root counts: a block of B slots is B draft tokens, of which B - 1 are drafted. Above "
+        "temperature 0 it draws them over the candidates, as draftsmith does. It must be of August 2026 or later, as earlier ones take a "
+        "window for causal whatever `is_causal` says.",
+    ),
+    needs="blocks",
+)
+_LLAMA_CPP = block.served_by_llama_cpp(
+    "dflash2",
+    "DFlash2",
+    rules=(_OWN_VOCABULARY, _NARROW),
+    caveats=(
+        "It drafts the most likely tokens at every temperature. `--spec-draft-p-min` ends a draft before the first token with "
+        "a smaller share of its candidates' scores.",
+    ),
+    kind="dflash",
+    shorter=_LENGTH,
+    ends=_BIAS,
+)
+_FOR_LLAMA_CPP = block.for_llama_cpp(DFLASH2, block.LM_HEAD, block.D2T)
+
 LAYOUTS = (
-    Layout(
-        "dflash2",
-        DFLASH2,
-        load_dflash2_directory,
-        {
-            "vllm": Served(
-                engines.start_vllm("dflash", one_length=True),
-                rules=(_OWN_VOCABULARY, _BIAS),
-                caveats=(
-                    _LENGTH,
-                    "vLLM 0.32 has DFlash2 in its runner for GPUs alone, which is the default there: leave "
-                    "`VLLM_USE_V2_MODEL_RUNNER` unset.",
-                    "By default vLLM drafts the most likely tokens at every temperature; with "
-                    '`"draft_sample_method": "probabilistic"` it draws them, as draftsmith does.',
-                ),
-                needs="states",
-                since="0.28",
-            ),
-            "sglang": Served(
-                engines.start_sglang("DFLASH"),
-                rules=(_OWN_VOCABULARY, _BIAS),
-                caveats=(
-                    _LENGTH,
-                    "SGLang runs DFlash2 on GPUs alone. The root counts: a block of B slots is B draft tokens, of which B - 1 are drafted. Above "
-                    "temperature 0 it draws them over the candidates, as draftsmith does. It must be of August 2026 or later, as earlier ones take a "
-                    "window for causal whatever `is_causal` says.",
-                ),
-                needs="blocks",
-            ),
-        },
-    ),
-    Layout(
-        "dflash2",
-        block.for_llama_cpp(DFLASH2, block.LM_HEAD, block.D2T),
-        load_dflash2_directory,
-        {
-            "llama_cpp": block.served_by_llama_cpp(
-                "dflash2",
-                "DFlash2",
-                rules=(_OWN_VOCABULARY, _NARROW),
-                caveats=(
-                    "It drafts the most likely tokens at every temperature. `--spec-draft-p-min` ends a draft before the first token with "
-                    "a smaller share of its candidates' scores.",
-                ),
-                kind="dflash",
-                shorter=_LENGTH,
-                ends=_BIAS,
-            )
-        },
-    ),
+    Layout("dflash2", DFLASH2, load_dflash2_directory, {"vllm": _VLLM, "sglang": _SGLANG}),
+    Layout("dflash2", _FOR_LLAMA_CPP, load_dflash2_directory, {"llama_cpp": _LLAMA_CPP}),
 )
 
 FORMATS = (

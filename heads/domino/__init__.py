@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from draftsmith.errors import UserError
 from draftsmith.fields import WIDTH, within
 from draftsmith.heads.block import BlockOptions
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,4 @@ class DominoOptions(BlockOptions):
             )
 
 
-METHOD = Method(
-    __name__,
-    options=":DominoOptions",
-    drafter="head:DominoDrafter",
-    formats="formats",
-    layers=False,
-)
+METHOD = own_method(__name__, ":DominoOptions", "head:DominoDrafter")

@@ -56,37 +56,27 @@ DOMINO = block.block_schema(
     },
 )
 
-_RULES = (
-    block.whole_vocabulary("Domino", "corrects the logits of the target's whole vocabulary"),
-    Rule(
-        "another head.pure_draft_prefix_len than 1",
-        "corrects from the second token on",
-        "train with 1",
-        lambda files, target, head: head.options.pure_draft_prefix_len != 1,
+_SGLANG = Served(
+    engines.start_sglang("DFLASH"),
+    rules=(
+        block.whole_vocabulary("Domino", "corrects the logits of the target's whole vocabulary"),
+        Rule(
+            "another head.pure_draft_prefix_len than 1",
+            "corrects from the second token on",
+            "train with 1",
+            lambda files, target, head: head.options.pure_draft_prefix_len != 1,
+        ),
+        block.bare_matrix("Domino"),
     ),
-    block.bare_matrix("Domino"),
-)
-
-LAYOUTS = (
-    Layout(
-        "domino",
-        DOMINO,
-        load_domino_directory,
-        {
-            "sglang": Served(
-                engines.start_sglang("DFLASH"),
-                rules=_RULES,
-                caveats=(
-                    "SGLang runs Domino on CUDA alone, with target and head in bfloat16 (`--dtype bfloat16` where config.json says another). The root counts: a block of B slots is B draft "
-                    "tokens, of which B - 1 are drafted, also where the last slot could draft one more (head.shift_label).",
-                    "It drafts the most likely tokens at every temperature. `--speculative-domino-candidate-pool-size` lets it choose "
-                    "among fewer tokens: other drafts, the same text.",
-                ),
-                needs="blocks",
-            )
-        },
+    caveats=(
+        "SGLang runs Domino on CUDA alone, with target and head in bfloat16 (`--dtype bfloat16` where config.json says another). The root counts: a block of B slots is B draft "
+        "tokens, of which B - 1 are drafted, also where the last slot could draft one more (head.shift_label).",
+        "It drafts the most likely tokens at every temperature. `--speculative-domino-candidate-pool-size` lets it choose "
+        "among fewer tokens: other drafts, the same text.",
     ),
+    needs="blocks",
 )
+LAYOUTS = (Layout("domino", DOMINO, load_domino_directory, {"sglang": _SGLANG}),)
 
 FORMATS = (
     Format(

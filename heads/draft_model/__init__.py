@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from draftsmith.errors import UserError
 from draftsmith.fields import ATTENTION_HEADS, LAYER_IDS, LAYERS, WIDTH, check_fields
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 SIZES = (
     "num_hidden_layers",
@@ -51,10 +51,4 @@ class DraftLmOptions:
             raise UserError("head.init_from and head.layers_from_target both say what to start from: name one of them.")
 
 
-METHOD = Method(
-    __name__,
-    options=":DraftLmOptions",
-    drafter="head:DraftLmDrafter",
-    formats="formats",
-    layers="layers_from_target",
-)
+METHOD = own_method(__name__, ":DraftLmOptions", "head:DraftLmDrafter", layers="layers_from_target")

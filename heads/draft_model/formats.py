@@ -100,38 +100,29 @@ def _plain(config: LlamaConfig, tensors: Mapping[str, Tensor], file: Path) -> di
     return kept
 
 
-LAYOUTS = (
-    Layout(
-        "draft_model",
-        DRAFT_MODEL,
-        load_draft_model_directory,
-        {
-            "vllm": Served(
-                engines.start_vllm("draft_model"),
-                caveats=(
-                    engines.path_decides("draft_model"),
-                    'vLLM drafts greedily at every temperature; `"draft_sample_method": "probabilistic"` beside the method draws '
-                    "drafts from the model's distribution.",
-                ),
-                reserved=engines.RESERVED_PATH_WORDS,
-            ),
-            "sglang": Served(
-                engines.start_sglang("STANDALONE"), caveats=(f"The algorithm is STANDALONE. {engines.SGLANG_ROOT}",)
-            ),
-            "tensorrt_llm": Served(engines.start_tensorrt_llm("DraftTarget")),
-            "llama_cpp": Served(
-                engines.start_llama_cpp("draft-simple", whole=True), caveats=(engines.LLAMA_CPP_SILENT,)
-            ),
-            "transformers": Served(
-                engines.start_transformers,
-                caveats=(
-                    "One prompt at a time. It changes the number of drafted tokens as it goes, unless "
-                    "`num_assistant_tokens_schedule` is `constant`.",
-                ),
-            ),
-        },
+_VLLM = Served(
+    engines.start_vllm("draft_model"),
+    caveats=(
+        engines.path_decides("draft_model"),
+        'vLLM drafts greedily at every temperature; `"draft_sample_method": "probabilistic"` beside the method draws '
+        "drafts from the model's distribution.",
     ),
+    reserved=engines.RESERVED_PATH_WORDS,
 )
+_SCHEDULE = (
+    "One prompt at a time. It changes the number of drafted tokens as it goes, unless "
+    "`num_assistant_tokens_schedule` is `constant`."
+)
+_ENGINES = {
+    "vllm": _VLLM,
+    "sglang": Served(
+        engines.start_sglang("STANDALONE"), caveats=(f"The algorithm is STANDALONE. {engines.SGLANG_ROOT}",)
+    ),
+    "tensorrt_llm": Served(engines.start_tensorrt_llm("DraftTarget")),
+    "llama_cpp": Served(engines.start_llama_cpp("draft-simple", whole=True), caveats=(engines.LLAMA_CPP_SILENT,)),
+    "transformers": Served(engines.start_transformers, caveats=(_SCHEDULE,)),
+}
+LAYOUTS = (Layout("draft_model", DRAFT_MODEL, load_draft_model_directory, _ENGINES),)
 
 
 def _is_llama(folder: HeadFolder) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from draftsmith.fields import WIDTH, within
 from draftsmith.heads.block import BlockOptions
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,4 @@ class DSparkOptions(BlockOptions):
     early, see evaluate.drafts."""
 
 
-METHOD = Method(
-    __name__,
-    options=":DSparkOptions",
-    drafter="head:DSparkDrafter",
-    formats="formats",
-    layers=False,
-)
+METHOD = own_method(__name__, ":DSparkOptions", "head:DSparkDrafter")

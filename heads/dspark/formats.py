@@ -63,41 +63,27 @@ DSPARK = block.block_schema(
     },
 )
 
+_VLLM = Served(
+    engines.start_vllm("dspark"),
+    rules=(block.bare_matrix("DSpark"),),
+    caveats=(
+        block.BLOCK_LENGTH_VLLM,
+        "vLLM 0.32 has DSpark in its runner for GPUs alone, which is the default there: leave "
+        "`VLLM_USE_V2_MODEL_RUNNER` unset.",
+        "vLLM 0.32 knows no temperatures of the confidences: `enable_adaptive_verification` (off by default) "
+        "ranks drafts by the raw ones, not by those of evaluate.drafts.",
+    ),
+    needs="states",
+)
+_THRESHOLD = (
+    "`--spec-draft-p-min` ends a draft before the first slot whose own confidence is lower. It knows no "
+    "temperatures, and no product over slots: its thresholds are not those of evaluate.drafts."
+)
+_LLAMA_CPP = block.served_by_llama_cpp("dspark", "DSpark", caveats=(_THRESHOLD,))
+
 LAYOUTS = (
-    Layout(
-        "dspark",
-        DSPARK,
-        load_dspark_directory,
-        {
-            "vllm": Served(
-                engines.start_vllm("dspark"),
-                rules=(block.bare_matrix("DSpark"),),
-                caveats=(
-                    block.BLOCK_LENGTH_VLLM,
-                    "vLLM 0.32 has DSpark in its runner for GPUs alone, which is the default there: leave "
-                    "`VLLM_USE_V2_MODEL_RUNNER` unset.",
-                    "vLLM 0.32 knows no temperatures of the confidences: `enable_adaptive_verification` (off by default) "
-                    "ranks drafts by the raw ones, not by those of evaluate.drafts.",
-                ),
-                needs="states",
-            )
-        },
-    ),
-    Layout(
-        "dspark",
-        block.for_llama_cpp(DSPARK),
-        load_dspark_directory,
-        {
-            "llama_cpp": block.served_by_llama_cpp(
-                "dspark",
-                "DSpark",
-                caveats=(
-                    "`--spec-draft-p-min` ends a draft before the first slot whose own confidence is lower. It knows no "
-                    "temperatures, and no product over slots: its thresholds are not those of evaluate.drafts.",
-                ),
-            )
-        },
-    ),
+    Layout("dspark", DSPARK, load_dspark_directory, {"vllm": _VLLM}),
+    Layout("dspark", block.for_llama_cpp(DSPARK), load_dspark_directory, {"llama_cpp": _LLAMA_CPP}),
 )
 
 FORMATS = (Format("a DSpark head", 3, lambda f: "dspark" in f.words, load_dspark_directory),)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from draftsmith.errors import UserError
 from draftsmith.fields import STEPS, TOKENS, within
 from draftsmith.heads.layers import LayerOptions
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,10 @@ class Eagle1Options(LayerOptions):
             )
 
 
-METHOD = Method(
+METHOD = own_method(
     __name__,
-    options=":Eagle1Options",
-    drafter="draftsmith.heads.eagle.base:EagleDrafter",
-    formats="formats",
-    layers=False,
+    ":Eagle1Options",
+    "draftsmith.heads.eagle.base:EagleDrafter",
     trees=frozenset({"static", "drawn", "dynamic"}),
     launcher="eagle.py",
 )

@@ -153,48 +153,33 @@ _BOTH_LACK = (
     ),
 )
 
+_DROPPED = Rule(
+    "a bias of `fc`",
+    "drops it in silence",
+    "export the layout eagle1_sglang for SGLang, which adds it",
+    lambda files, target, head: FC_BIAS in files.tensors,
+)
+_VLLM = Served(
+    engines.start_vllm("eagle"),
+    rules=(_DROPPED, *_BOTH_LACK),
+    caveats=(engines.name_the_method("eagle"), engines.VLLM_SAME_GPUS),
+)
+_BOUND = Rule(
+    "input embeddings of its own",
+    "takes the target's in silence",
+    "export the layout eagle1 for vLLM, which keeps them",
+    changed_embedding,
+)
+_SGLANG = Served(
+    engines.start_sglang("EAGLE"),
+    rules=(_BOUND, *_BOTH_LACK),
+    caveats=("The algorithm is EAGLE, not EAGLE3.", engines.SGLANG_ROOT),
+    needs="ends",
+)
+
 LAYOUTS = (
-    Layout(
-        "eagle1",
-        EAGLE1,
-        load_eagle1_directory,
-        {
-            "vllm": Served(
-                engines.start_vllm("eagle"),
-                rules=(
-                    Rule(
-                        "a bias of `fc`",
-                        "drops it in silence",
-                        "export the layout eagle1_sglang for SGLang, which adds it",
-                        lambda files, target, head: FC_BIAS in files.tensors,
-                    ),
-                    *_BOTH_LACK,
-                ),
-                caveats=(engines.name_the_method("eagle"), engines.VLLM_SAME_GPUS),
-            )
-        },
-    ),
-    Layout(
-        "eagle1",
-        EAGLE1_SGLANG,
-        load_eagle1_directory,
-        {
-            "sglang": Served(
-                engines.start_sglang("EAGLE"),
-                rules=(
-                    Rule(
-                        "input embeddings of its own",
-                        "takes the target's in silence",
-                        "export the layout eagle1 for vLLM, which keeps them",
-                        changed_embedding,
-                    ),
-                    *_BOTH_LACK,
-                ),
-                caveats=("The algorithm is EAGLE, not EAGLE3.", engines.SGLANG_ROOT),
-                needs="ends",
-            )
-        },
-    ),
+    Layout("eagle1", EAGLE1, load_eagle1_directory, {"vllm": _VLLM}),
+    Layout("eagle1", EAGLE1_SGLANG, load_eagle1_directory, {"sglang": _SGLANG}),
 )
 
 FORMATS = (Format("an EAGLE-1 head", 11, lambda f: "fc.weight" in f.names, load_eagle1_directory),)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from draftsmith.fields import STEPS
 from draftsmith.heads.eagle import DraftShape
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,10 @@ class Eagle3Options(DraftShape):
         return self.ttt_steps
 
 
-METHOD = Method(
+METHOD = own_method(
     __name__,
-    options=":Eagle3Options",
-    drafter="draftsmith.heads.eagle.base:EagleDrafter",
-    formats="formats",
-    layers=False,
+    ":Eagle3Options",
+    "draftsmith.heads.eagle.base:EagleDrafter",
     trees=frozenset({"static", "drawn", "dynamic"}),
     launcher="eagle.py",
 )

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from draftsmith.errors import UserError
 from draftsmith.fields import ATTENTION_HEADS, LAYERS, STEPS, WIDTH, check_fields, within
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -56,11 +56,4 @@ class HydraOptions:
                 )
 
 
-METHOD = Method(
-    __name__,
-    options=":HydraOptions",
-    drafter="head:HydraDrafter",
-    formats="formats",
-    layers=False,
-    trees=frozenset({"static", "drawn"}),
-)
+METHOD = own_method(__name__, ":HydraOptions", "head:HydraDrafter", trees=frozenset({"static", "drawn"}))

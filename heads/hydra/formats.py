@@ -32,7 +32,7 @@ from draftsmith.heads.formats.schema import (
     renamed,
     target_reference,
 )
-from draftsmith.heads.hydra import HydraOptions
+from draftsmith.heads.hydra import SIZES, HydraOptions
 from draftsmith.heads.hydra.head import HydraHead
 from draftsmith.heads.layers.from_target import derive_layer_config, fold
 from draftsmith.target.target import Target
@@ -222,50 +222,39 @@ def _other_prefix_sizes(files: ModelFiles, target: Target, head: DraftHead) -> b
     if head.config is None:
         return False
     usual = derive_layer_config(HydraOptions(prefix_attention=True), target)
-    sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    return any(getattr(head.config, key) != getattr(usual, key) for key in sizes)
+    return any(getattr(head.config, key) != getattr(usual, key) for key in SIZES)
 
 
-LAYOUTS = (
-    Layout(
-        "hydra",
-        HYDRA,
-        load_hydra_directory,
-        {
-            "hydra_original": Served(
-                engines.start_original("hydra"),
-                rules=(
-                    Rule(
-                        "head.num_layers above 2 without head.tie_blocks",
-                        "makes all blocks of a head after its first one module, so that only the last would count, in silence",
-                        "train with head.tie_blocks true",
-                        # Whatever they hold: new blocks are equal.
-                        lambda files, target, head: head.options.num_layers > 2 and not head.options.tie_blocks,
-                    ),
-                    Rule(
-                        "a prefix layer of other sizes than the target's layers",
-                        "makes it from the target's configuration and stops at other shapes",
-                        "train with the target's sizes",
-                        _other_prefix_sizes,
-                    ),
-                    Rule(
-                        "head.original_lm_head, for a target whose output projection has a bias, a scale or a softcap",
-                        "knows a matrix of each head alone",
-                        "train with head.original_lm_head false",
-                        lambda files, target, head: (
-                            files.config["original_lm_head"] and more_than_a_matrix(files, target, head)
-                        ),
-                    ),
-                ),
-                caveats=(
-                    "It is research code for Llama targets and one text at a time, and it looks for the target that the export "
-                    "names. No serving engine that draftsmith knows reads Hydra.",
-                    "The weights are a pickle of tensors, since it reads no other file.",
-                ),
-            )
-        },
+_ORIGINAL = Served(
+    engines.start_original("hydra"),
+    rules=(
+        Rule(
+            "head.num_layers above 2 without head.tie_blocks",
+            "makes all blocks of a head after its first one module, so that only the last would count, in silence",
+            "train with head.tie_blocks true",
+            # Whatever they hold: new blocks are equal.
+            lambda files, target, head: head.options.num_layers > 2 and not head.options.tie_blocks,
+        ),
+        Rule(
+            "a prefix layer of other sizes than the target's layers",
+            "makes it from the target's configuration and stops at other shapes",
+            "train with the target's sizes",
+            _other_prefix_sizes,
+        ),
+        Rule(
+            "head.original_lm_head, for a target whose output projection has a bias, a scale or a softcap",
+            "knows a matrix of each head alone",
+            "train with head.original_lm_head false",
+            lambda files, target, head: files.config["original_lm_head"] and more_than_a_matrix(files, target, head),
+        ),
+    ),
+    caveats=(
+        "It is research code for Llama targets and one text at a time, and it looks for the target that the export "
+        "names. No serving engine that draftsmith knows reads Hydra.",
+        "The weights are a pickle of tensors, since it reads no other file.",
     ),
 )
+LAYOUTS = (Layout("hydra", HYDRA, load_hydra_directory, {"hydra_original": _ORIGINAL}),)
 
 
 def _is_hydra(folder: HeadFolder) -> bool:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from draftsmith.heads.block import BlockOptions
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 
 @dataclass(frozen=True)
@@ -11,11 +11,9 @@ class JetSpecOptions(BlockOptions):
     """The `head:` section of a recipe. A block of B slots drafts B - 1 tokens."""
 
 
-METHOD = Method(
+METHOD = own_method(
     __name__,
-    options=":JetSpecOptions",
-    drafter="draftsmith.heads.dflash.head:DFlashDrafter",
-    formats="formats",
-    layers=False,
+    ":JetSpecOptions",
+    "draftsmith.heads.dflash.head:DFlashDrafter",
     trees=frozenset({"static", "drawn", "best_first"}),
 )

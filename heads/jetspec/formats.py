@@ -37,25 +37,17 @@ JETSPEC = block.block_schema(
     keys={block.SECTION: {**block.SECTION_KEYS, block.CAUSAL: True, "causal": True}},
 )
 
-LAYOUTS = (
-    Layout(
-        "jetspec",
-        JETSPEC,
-        load_jetspec_directory,
-        {
-            "vllm": Served(
-                engines.start_vllm("dflash"),
-                rules=(block.biased_projection("JetSpec"),),
-                caveats=(
-                    "vLLM drafts chains of it, no trees. One of before June 2026 does not read `dflash_config.causal`, and lets slots see "
-                    "those behind them, which accepts less.",
-                    CPU_NORMS,
-                ),
-                needs="states",
-            )
-        },
+_VLLM = Served(
+    engines.start_vllm("dflash"),
+    rules=(block.biased_projection("JetSpec"),),
+    caveats=(
+        "vLLM drafts chains of it, no trees. One of before June 2026 does not read `dflash_config.causal`, and lets slots see "
+        "those behind them, which accepts less.",
+        CPU_NORMS,
     ),
+    needs="states",
 )
+LAYOUTS = (Layout("jetspec", JETSPEC, load_jetspec_directory, {"vllm": _VLLM}),)
 
 FORMATS = (
     # The namesake of speculators, which reads drafted tokens in place of masks, is refused for its format.

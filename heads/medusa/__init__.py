@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from draftsmith.fields import LAYERS, STEPS, check_fields
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,10 @@ class MedusaOptions:
         check_fields(self, "head.")
 
 
-METHOD = Method(
+METHOD = own_method(
     __name__,
-    options=":MedusaOptions",
-    drafter="head:MedusaDrafter",
-    formats="formats",
-    layers=False,
+    ":MedusaOptions",
+    "head:MedusaDrafter",
     trees=frozenset({"static", "drawn", "best_first"}),
     launcher="medusa.py",
 )

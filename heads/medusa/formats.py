@@ -187,78 +187,57 @@ _SHARED_BIAS = Rule(
     lambda files, target, head: head.options.original_lm_head and target.head.bias is not None,
 )
 
+_ORIGINAL = Served(
+    engines.start_original("medusa"),
+    rules=(
+        Rule(
+            "head.num_layers above 1",
+            "makes all blocks of a head one module, so that only the last would count, in silence",
+            "export the layout medusa_vllm for vLLM, or train with head.num_layers 1",
+            lambda files, target, head: files.config["medusa_num_layers"] > 1,
+            refused=True,  # the layout is this code's own
+        ),
+    ),
+    caveats=(
+        "It looks for the target that the export names, and for its heads in a Llama or Mistral model of its own.",
+    ),
+)
+_SHARED = Rule(
+    "head.original_lm_head",
+    "looks for a projection of each head in the file",
+    "train with head.original_lm_head false",
+    lambda files, target, head: head.options.original_lm_head,
+)
+_TGI = Served(
+    engines.start_tgi,
+    rules=(
+        Rule(
+            "head.num_layers above 1 and head.original_lm_head",
+            "stops at more than one block beside the target's projection",
+            "export the layout medusa_vllm for vLLM, or train with head.original_lm_head false",
+            lambda files, target, head: head.options.original_lm_head and head.options.num_layers > 1,
+        ),
+        _SHARED_BIAS,
+    ),
+    caveats=("TGI loads the target that the export names.",),
+)
+_VLLM = Served(
+    engines.start_vllm("medusa"),
+    rules=(_SHARED_BIAS,),
+    caveats=(
+        "vLLM 0.33 removed Medusa: use 0.32 or older. " + engines.path_decides("medusa"),
+        "vLLM drafts a chain, with at most as many tokens as heads.",
+        engines.VLLM_SAME_GPUS,
+    ),
+    until="0.32",
+    reserved=engines.RESERVED_PATH_WORDS,
+)
+_TENSORRT_LLM = Served(engines.start_tensorrt_llm_medusa, rules=(_SHARED,))
+
 LAYOUTS = (
-    Layout(
-        "medusa",
-        MEDUSA,
-        load_medusa_directory,
-        {
-            "medusa_original": Served(
-                engines.start_original("medusa"),
-                rules=(
-                    Rule(
-                        "head.num_layers above 1",
-                        "makes all blocks of a head one module, so that only the last would count, in silence",
-                        "export the layout medusa_vllm for vLLM, or train with head.num_layers 1",
-                        lambda files, target, head: files.config["medusa_num_layers"] > 1,
-                        refused=True,  # the layout is this code's own
-                    ),
-                ),
-                caveats=(
-                    "It looks for the target that the export names, and for its heads in a Llama or Mistral model of its own.",
-                ),
-            ),
-            "tensorrt_llm": Served(
-                engines.start_tensorrt_llm_medusa,
-                rules=(
-                    Rule(
-                        "head.original_lm_head",
-                        "looks for a projection of each head in the file",
-                        "train with head.original_lm_head false",
-                        lambda files, target, head: head.options.original_lm_head,
-                    ),
-                ),
-            ),
-        },
-    ),
-    Layout(
-        "medusa",
-        MEDUSA_TGI,
-        load_medusa_directory,
-        {
-            "tgi": Served(
-                engines.start_tgi,
-                rules=(
-                    Rule(
-                        "head.num_layers above 1 and head.original_lm_head",
-                        "stops at more than one block beside the target's projection",
-                        "export the layout medusa_vllm for vLLM, or train with head.original_lm_head false",
-                        lambda files, target, head: head.options.original_lm_head and head.options.num_layers > 1,
-                    ),
-                    _SHARED_BIAS,
-                ),
-                caveats=("TGI loads the target that the export names.",),
-            )
-        },
-    ),
-    Layout(
-        "medusa",
-        MEDUSA_VLLM,
-        load_medusa_vllm_directory,
-        {
-            "vllm": Served(
-                engines.start_vllm("medusa"),
-                rules=(_SHARED_BIAS,),
-                caveats=(
-                    "vLLM 0.33 removed Medusa: use 0.32 or older. " + engines.path_decides("medusa"),
-                    "vLLM drafts a chain, with at most as many tokens as heads.",
-                    engines.VLLM_SAME_GPUS,
-                ),
-                until="0.32",
-                reserved=engines.RESERVED_PATH_WORDS,
-            )
-        },
-    ),
+    Layout("medusa", MEDUSA, load_medusa_directory, {"medusa_original": _ORIGINAL, "tensorrt_llm": _TENSORRT_LLM}),
+    Layout("medusa", MEDUSA_TGI, load_medusa_directory, {"tgi": _TGI}),
+    Layout("medusa", MEDUSA_VLLM, load_medusa_vllm_directory, {"vllm": _VLLM}),
 )
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from draftsmith.fields import LATER, STEPS, require
 from draftsmith.heads.layers import LayerOptions
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,10 @@ class MtpOptions(LayerOptions):
         )
 
 
-METHOD = Method(
+METHOD = own_method(
     __name__,
-    options=":MtpOptions",
-    drafter="draftsmith.heads.eagle.base:EagleDrafter",
-    formats="formats",
-    layers=False,
+    ":MtpOptions",
+    "draftsmith.heads.eagle.base:EagleDrafter",
     trees=frozenset({"static", "drawn", "dynamic"}),
     launcher="eagle.py",
 )

@@ -6,7 +6,7 @@ from typing import ClassVar
 from draftsmith.errors import UserError
 from draftsmith.fields import LAYERS, TOKEN_ID, within
 from draftsmith.heads.eagle import DraftShape
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,6 @@ class PEagleOptions(DraftShape):
             )
 
 
-METHOD = Method(
-    __name__,
-    options=":PEagleOptions",
-    drafter="head:PEagleDrafter",
-    formats="formats",
-    layers=False,
-    trees=frozenset({"static", "drawn", "best_first"}),
+METHOD = own_method(
+    __name__, ":PEagleOptions", "head:PEagleDrafter", trees=frozenset({"static", "drawn", "best_first"})
 )

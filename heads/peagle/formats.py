@@ -49,45 +49,38 @@ _RUNNER = (
     "Leave `VLLM_USE_V2_MODEL_RUNNER` unset: where it is 1, vLLM 0.32 ignores `parallel_drafting`, and says nothing."
 )
 
-LAYOUTS = (
-    Layout(
-        "peagle",
-        PEAGLE,
-        load_peagle_directory,
-        {
-            "vllm": Served(
-                engines.start_vllm("eagle3", parallel_drafting=True),
-                caveats=(
-                    "`parallel_drafting` must be true: without it vLLM drafts token by token with the same weights, says "
-                    "nothing, and accepts little. Name the method too: without it vLLM guesses from the path of the draft.",
-                    _RUNNER,
-                    engines.VLLM_SAME_GPUS,
-                ),
-                needs="states",
-            )
-        },
+_VLLM = Served(
+    engines.start_vllm("eagle3", parallel_drafting=True),
+    caveats=(
+        "`parallel_drafting` must be true: without it vLLM drafts token by token with the same weights, says "
+        "nothing, and accepts little. Name the method too: without it vLLM guesses from the path of the draft.",
+        _RUNNER,
+        engines.VLLM_SAME_GPUS,
     ),
+    needs="states",
+)
+_LEFT_OUT = Rule(
+    "P-EAGLE's head.fc_norm",
+    "leaves it out where it reads this format",
+    "export the layout peagle, or train without it",
+    has_flag("fc_norm"),
+    refused=True,
+)
+_VLLM_SPECULATORS = Served(
+    engines.start_vllm_speculators,
+    rules=(_LEFT_OUT,),
+    caveats=(_RUNNER, engines.SPECULATORS_NUMBERS),
+    needs="states",
+)
+_SPECULATORS = served_by_speculators("P-EAGLE's head.hidden_size other than the target's")
+
+LAYOUTS = (
+    Layout("peagle", PEAGLE, load_peagle_directory, {"vllm": _VLLM}),
     Layout(
         "peagle",
         PEAGLE_SPECULATORS,
         load_peagle_directory,
-        {
-            "vllm": Served(
-                engines.start_vllm_speculators,
-                rules=(
-                    Rule(
-                        "P-EAGLE's head.fc_norm",
-                        "leaves it out where it reads this format",
-                        "export the layout peagle, or train without it",
-                        has_flag("fc_norm"),
-                        refused=True,
-                    ),
-                ),
-                caveats=(_RUNNER, engines.SPECULATORS_NUMBERS),
-                needs="states",
-            ),
-            "speculators": served_by_speculators("P-EAGLE's head.hidden_size other than the target's"),
-        },
+        {"vllm": _VLLM_SPECULATORS, "speculators": _SPECULATORS},
     ),
 )
 

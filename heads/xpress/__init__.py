@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from draftsmith.fields import WIDTH, within
 from draftsmith.heads.block import BlockOptions
-from draftsmith.heads.registry import Method
+from draftsmith.heads.registry import own_method
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,4 @@ class XPressOptions(BlockOptions):
     to, then those of the round before."""
 
 
-METHOD = Method(
-    __name__,
-    options=":XPressOptions",
-    drafter="head:XPressDrafter",
-    formats="formats",
-    layers=False,
-)
+METHOD = own_method(__name__, ":XPressOptions", "head:XPressDrafter")

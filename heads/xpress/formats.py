@@ -50,31 +50,23 @@ XPRESS = block.block_schema(
     },
 )
 
-LAYOUTS = (
-    Layout(
-        "xpress",
-        XPRESS,
-        load_xpress_directory,
-        {
-            "vllm": Served(
-                engines.start_vllm("dflash", one_length=True),
-                rules=(
-                    block.whole_vocabulary("XPress", "corrects the logits of the target's whole vocabulary"),
-                    block.bare_matrix("XPress"),
-                ),
-                caveats=(
-                    "vLLM has XPress from 0.33 on, in its runner for GPUs alone. The number of tokens is that of the trained block: its mixer "
-                    "has no other size.",
-                    "It refines a block in `xpress_num_passes` passes (6, in config.json), behind which that many of its tokens at least are "
-                    "those that draftsmith drafts, and among the `xpress_topc` likeliest tokens of each slot (512; 0 for all). It drafts the "
-                    "most likely tokens at every temperature.",
-                ),
-                needs="states",
-                since="0.33",
-            )
-        },
+_VLLM = Served(
+    engines.start_vllm("dflash", one_length=True),
+    rules=(
+        block.whole_vocabulary("XPress", "corrects the logits of the target's whole vocabulary"),
+        block.bare_matrix("XPress"),
     ),
+    caveats=(
+        "vLLM has XPress from 0.33 on, in its runner for GPUs alone. The number of tokens is that of the trained block: its mixer "
+        "has no other size.",
+        "It refines a block in `xpress_num_passes` passes (6, in config.json), behind which that many of its tokens at least are "
+        "those that draftsmith drafts, and among the `xpress_topc` likeliest tokens of each slot (512; 0 for all). It drafts the "
+        "most likely tokens at every temperature.",
+    ),
+    needs="states",
+    since="0.33",
 )
+LAYOUTS = (Layout("xpress", XPRESS, load_xpress_directory, {"vllm": _VLLM}),)
 
 FORMATS = (
     Format("an XPress head", 3, lambda f: "xpress" in f.words or "xpress_rank" in f.config, load_xpress_directory),

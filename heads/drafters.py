@@ -243,11 +243,6 @@ class LayerCache(KVCache):
         """Whether no rotation depends on the longest text."""
         return self._table is not None
 
-    @property
-    def unmasked(self) -> bool:
-        """Whether one more entry of all rows sees every slot in use."""
-        return len(self.lengths_B) == 1 and self.window is None and self.bucket == 1
-
     def rotation(self) -> tuple[Tensor, Tensor]:
         """Return cosines and sines [B, m, D] of the staged entries as a chain behind the cached ones."""
         at = self.staged

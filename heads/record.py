@@ -159,15 +159,6 @@ def facts_of(head: "DraftHead") -> HeadFacts:
     )
 
 
-def check_files(folder: Path, passport: Passport) -> None:
-    """Raise UserError for an export whose files were changed since. Earlier ones have no hashes."""
-    if changed := passport.changed(folder):
-        raise UserError(
-            f"{folder / changed[0]} is not the file that was exported (its hash is not that in {RECORD}): restore it, export the head "
-            f"again or, if you changed it yourself, remove {RECORD} and measure the head anew."
-        )
-
-
 def check_facts(folder: Path, passport: Passport, head: "DraftHead") -> None:
     """Raise UserError where a head that was loaded from an export is not computed as its passport says."""
     if passport.head is None or passport.head == facts_of(head):
@@ -181,8 +172,11 @@ def check_facts(folder: Path, passport: Passport, head: "DraftHead") -> None:
 
 
 def what_it_reads(head: "DraftHead", made_for: TargetIdentity) -> TargetIdentity:
-    """Return the part of the target's identity that `head` depends on, which is what is recorded."""
-    return made_for if head.reads.target_states else made_for.for_texts()
+    """Return the part of the target's identity that `head` depends on, which is what is recorded: of a drafter that reads text alone no
+    sizes and no hashes of weights. The fingerprint stays, so that another target is noticed."""
+    sizes, hashes = ("hidden_size", "num_layers", "num_heads"), ("config", "weights", "embeddings", "lm_head")
+    unknown: dict[str, Any] = {} if head.reads.target_states else dict.fromkeys((*sizes, *hashes))
+    return replace(made_for, **unknown)
 
 
 def read_record(folder: Path) -> TargetIdentity | None:

@@ -99,7 +99,10 @@ class Renderer:
     def answer_span(self, turn: int, ids: Sequence[int], start: int, end: int) -> tuple[int, int]:
         """Narrow [start, end), the rendered answer, to the tokens that a served model writes; beyond `end` if the next turn begins
         with the token at which the model stops."""
-        start += self._count_forced(ids[start : min(end, start + 32)])
+        first = ids[start : min(end, start + 32)]
+        if EMPTY_THINK.match(self.decode(first)):  # an empty think block, which the template forces
+            counts = range(1, len(first) + 1)
+            start += max((n for n in counts if EMPTY_THINK.fullmatch(self.decode(first[:n]))), default=0)
         follows = next((t for t in range(end, len(ids)) if not self.is_blank(ids[t])), end)
         stops, candidates = self._stops, (*range(start, end), follows)
         if (stop := next((t for t in candidates if t < len(ids) and ids[t] in stops), None)) is not None:
@@ -139,13 +142,6 @@ class Renderer:
     def _stops(self) -> Collection[int]:
         """The tokens that end an answer: the target's, else the tokenizer's."""
         return self.eos_ids or (self.tokenizer.eos_token_id,)
-
-    def _count_forced(self, ids: Sequence[int]) -> int:
-        """Return how many tokens at the start of an answer are an empty think block, which the template forces."""
-        if not EMPTY_THINK.match(self.decode(ids)):
-            return 0
-        counts = range(1, len(ids) + 1)
-        return max((count for count in counts if EMPTY_THINK.fullmatch(self.decode(ids[:count]))), default=0)
 
     def _turn_end(self, ids: Sequence[int]) -> int | None:
         """Return the special token that closes the turn (only white space follows it), which need not be the eos token."""

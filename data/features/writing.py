@@ -201,15 +201,11 @@ def _in_file(layout: dict[str, tuple[str, tuple[int, ...]]]) -> list[str]:
 def write_shard(path: Path, spec: StoreSpec, samples: Sequence[Rows]) -> None:
     """Write samples one after the other as a safetensors file, from where they lie in memory: nothing is put together before."""
     tokens = sum(len(rows["ids"]) for rows in samples)
-    text, _ = shard_header(spec, tokens, b"".join(_checksums(rows, spec) for rows in samples))
+    parts = [COMMON, *((f"aux.{k}",) for k in spec.layer_ids)]  # what every head reads, then each layer
+    checksums = (checksum([rows[name] for name in names]) for rows in samples for names in parts)
+    text, _ = shard_header(spec, tokens, b"".join(checksums))
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in _in_file(shard_layout(spec, tokens)):
             for rows in samples:
                 file.write(rows[name].contiguous().view(torch.uint8).numpy().data)
-
-
-def _checksums(rows: Rows, spec: StoreSpec) -> bytes:
-    """Return the checksum of what every head reads of a sample, then that of each layer in order."""
-    groups = [[rows[name] for name in COMMON], *([rows[f"aux.{k}"]] for k in spec.layer_ids)]
-    return b"".join(checksum(group) for group in groups)

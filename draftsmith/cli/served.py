@@ -148,7 +148,17 @@ def what_if(own: Namespace, words: list[str]) -> int:
     """Print the rates of hypothetical heads, how engines are started with them, and what costs make of them."""
     if words:
         raise UserError(f"what-if takes --tau, --draft-length, --report and --costs, but not {words[0]}.")
-    shape, known = _shape(own)
+    # The shares of rounds that accept each drafted token, which a wanted tau bends, and the tau that they have of a report.
+    shape, known = [0.5**i for i in range(1, own.draft_length + 1)], None
+    if own.report is not None:
+        name, overall, _ = read_measures(own.report, own.drafter)
+        shares = overall.acceptance_at_simulated or overall.acceptance_at or ()
+        shape = [share for share in shares[: own.draft_length] if share is not None]
+        if len(shape) < own.draft_length:
+            raise UserError(
+                f"{own.report} tells the acceptance of {len(shape)} drafted tokens of {name}, not of {own.draft_length}: lower --draft-length."
+            )
+        known = 1 + sum(shape)
     if not own.tau and known is None:
         raise UserError(
             "what-if needs the tau of a head that is not there yet: add --tau 2.5, or --report FILE for that of a result."
@@ -172,17 +182,3 @@ def what_if(own: Namespace, words: list[str]) -> int:
         "Then: draftsmith evaluate --url ALONE --url WITH_DRAFT --injected. Texts are worth nothing while rates are injected."
     )
     return 0
-
-
-def _shape(own: Namespace) -> tuple[list[float], float | None]:
-    """Return the shares of rounds that accept each drafted token, which a wanted tau bends, and the tau that they have of a report."""
-    if own.report is None:
-        return [0.5**i for i in range(1, own.draft_length + 1)], None
-    name, overall, _ = read_measures(own.report, own.drafter)
-    shares = overall.acceptance_at_simulated or overall.acceptance_at or ()
-    shape = [share for share in shares[: own.draft_length] if share is not None]
-    if len(shape) < own.draft_length:
-        raise UserError(
-            f"{own.report} tells the acceptance of {len(shape)} drafted tokens of {name}, not of {own.draft_length}: lower --draft-length."
-        )
-    return shape, 1 + sum(shape)

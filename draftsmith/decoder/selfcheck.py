@@ -86,7 +86,9 @@ def _limit(target: Target) -> float:
 
 def _error(target: Target) -> float:
     """Return how far states of a pass differ from plain forwards, relatively: the largest in fp32, else the median of a draft."""
-    lengths = [length + _past_local_windows(target.config) for length in _LENGTHS]
+    local = getattr(target.config, "window_size", None)  # of a window that is built into the model
+    behind = local if isinstance(local, int) and local <= _LONGEST_LOCAL else 0
+    lengths = [length + behind for length in _LENGTHS]
     width = max(lengths)
     ids_BL = _ids(target, len(lengths), width + len(_TREE))
     lengths_B = torch.tensor(lengths, device=target.device)
@@ -115,12 +117,6 @@ def _draft_errors(target: Target, ids_BL: Tensor, lengths_B: Tensor, draft: Draf
             text = torch.cat([ids_BL[row, :length], draft.tokens_BN[row, path]])
             errors += _differences(states_BND[row, node : node + 1], target.forward(text[None]).last[0, -1:])
     return errors
-
-
-def _past_local_windows(config: Any) -> int:
-    """Return the length of a window that is built into the model, 0 where there is none."""
-    local = getattr(config, "window_size", None)
-    return local if isinstance(local, int) and local <= _LONGEST_LOCAL else 0
 
 
 def _ids(target: Target, rows: int, length: int) -> Tensor:

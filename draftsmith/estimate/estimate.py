@@ -76,7 +76,8 @@ def describe(estimate: Estimate) -> list[str]:
     else:
         lines += [f"assumed: {texts}", *_measured(estimate, device.rates)]
     if recipe.answers.regenerate:
-        here = f"{estimate.answer_flops:.2g} FLOP, {readable_time(estimate.answer_seconds)}{shared}"
+        flops = target.forward_flops(given.prompt) + given.answer * target.step_flops(estimate.context)
+        here = f"{estimate.samples * flops:.2g} FLOP, {readable_time(estimate.answer_seconds)}{shared}"
         lines.append(
             f"answers: {_count(estimate.samples * given.answer)} tokens, {'by servers, whose time is not planned' if recipe.answers.servers else here}, "
             f"{_size(estimate.answer_file_bytes)} on disk, {_size(estimate.answer_bytes)} in memory"

@@ -122,12 +122,6 @@ class EvaluationEstimate:
         """Seconds in which one system reads every prompt once."""
         return self.estimate.seconds(self.count * self.estimate.target.forward_flops(self.estimate.given.prompt))
 
-    @property
-    def _teacher(self) -> float:
-        """Seconds of a pass over every prompt and its answer."""
-        length = self.estimate.given.prompt + self.tokens() / self.count
-        return self.estimate.seconds(self.count * self.estimate.target.forward_flops(length))
-
     def _equality(self) -> float:
         """Greedy texts of the target alone and of every way, one prompt at a time in float32, where the timed ones are not exact."""
         if not self.spec.lossless or 0 not in self.spec.temperatures or self._itemsize == 4:
@@ -137,7 +131,9 @@ class EvaluationEstimate:
 
     def _simulation(self, ways: list[Way], repeats: int) -> float:
         """A pass over every distinct text of every way that can be simulated."""
-        return repeats * self._teacher * sum(way.simulated for way in ways)
+        length = self.estimate.given.prompt + self.tokens() / self.count
+        teacher = self.estimate.seconds(self.count * self.estimate.target.forward_flops(length))
+        return repeats * teacher * sum(way.simulated for way in ways)
 
     def _sizes(self, way: Way) -> range:
         return range(2, self.spec.max_k + 2) if way.chain else range(way.nodes, way.nodes + 1)

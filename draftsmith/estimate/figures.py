@@ -161,12 +161,6 @@ class Estimate:
         return (prefill + self.samples / chunk * passes * self.pass_seconds(rows, 1, self.context)) / self.given.gpus
 
     @property
-    def answer_flops(self) -> float:
-        """FLOPs of a pass over every prompt and every answer token."""
-        given, target = self.given, self.target
-        return self.samples * (target.forward_flops(given.prompt) + given.answer * target.step_flops(self.context))
-
-    @property
     def target_bytes(self) -> float:
         """Memory of the target's weights on a GPU. Processes that split its layers have its embeddings and output projection whole, too."""
         spec = self.recipe.target

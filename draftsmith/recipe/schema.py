@@ -96,12 +96,6 @@ class AnswersSpec(FilterSpec):
         """How the answers were sampled; answers that came with the data are taken to be plain samples."""
         return self.at("answers", self.temperature) if self.regenerate else Sampling(1.0)
 
-    @property
-    def without_effect(self) -> str | None:
-        """The first setting of the sampling that is not the default, which answers that came with the data do not follow."""
-        keys = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        return next((key for key in keys if getattr(self, key) != getattr(type(self), key)), None)
-
     def __post_init__(self) -> None:
         check_fields(self, "answers.")
         self.at("answers", self.temperature)

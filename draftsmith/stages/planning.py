@@ -10,7 +10,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.clocks.costs import measure_table
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.planner.decision import Decision, Export, doubts_of, make_decision, write_decision, write_settings
+from draftsmith.eval.planner.decision import Decision, Export, decision_json, doubts_of, make_decision, write_settings
 from draftsmith.eval.planner.verdict import QUIET
 from draftsmith.eval.results.result import Result, TargetInfo
 from draftsmith.eval.training.history import History
@@ -23,6 +23,7 @@ from draftsmith.stages.drafters import at_temperature
 from draftsmith.stages.evaluator import Evaluation
 from draftsmith.stages.prompts import Prompts
 from draftsmith.stages.run import RunDirectory
+from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 
 COSTS = "costs.json"
@@ -41,7 +42,7 @@ def contexts_of(
             )
         return sorted(set(spec.plan_contexts))
     typical = len(prompts.median.prompt_ids) + prompts.median.max_new_tokens // 2
-    contexts = (prompts.shortest, typical, prompts.longest_text)
+    contexts = (min(len(r.prompt_ids) for r in prompts.requests), typical, prompts.longest_text)
     return sorted({max(2, min(length, longest)) for length in contexts})
 
 
@@ -179,7 +180,8 @@ def plan_stage(
         return None
     settings, exports = (folder / "settings").absolute(), Path("export") if run is None else run.absolute() / "export"
     decision = replace(decision, exports=str(exports), settings=str(settings), again=again or Again())
-    write_decision(folder, decision)
+    write_json(folder / "plan.json", decision_json(decision))
+    write_json(folder / "routing.json", asdict(decision.rules))
     write_settings(settings, decision)
     if doubts := doubts_of(results):
         say(f"warning: measured on a busy machine, do not quote: {'; '.join(doubts)}; evaluate again with {QUIET}")

@@ -84,9 +84,11 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
 
 def _warn_of_settings_without_effect(recipe: Recipe, making: bool, learning: bool) -> None:
     """Warn of settings that have no effect, given others of the recipe."""
-    if making and not recipe.answers.regenerate and (setting := recipe.answers.without_effect):
+    keys, answers = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), recipe.answers
+    drawn = [key for key in keys if getattr(answers, key) != getattr(type(answers), key)]
+    if making and not answers.regenerate and drawn:
         say(
-            f"warning: answers.{setting} is set, but answers.regenerate is false: what is learned is the data's answers, whose "
+            f"warning: answers.{drawn[0]} is set, but answers.regenerate is false: what is learned is the data's answers, whose "
             "held-out acceptance is measured as that of plain samples at temperature 1; set answers.regenerate to true, or leave the key out."
         )
     if learning and recipe.train.optimizer != "muon" and recipe.train.muon_lr != type(recipe.train).muon_lr:

@@ -30,11 +30,6 @@ class Prompts:
         """The most tokens that a prompt and its answer have together."""
         return max((len(r.prompt_ids) + r.max_new_tokens for r in self.requests), default=0)
 
-    @property
-    def shortest(self) -> int:
-        """The tokens of the shortest prompt."""
-        return min(len(r.prompt_ids) for r in self.requests)
-
     @cached_property
     def median(self) -> Request:
         """The request whose prompt is of median length."""

@@ -106,15 +106,6 @@ class TargetIdentity:
         known = {field.name: value.get(field.name) for field in fields(cls)}
         return read_dataclass(cls, known | {"schema_version": version}, source)
 
-    def for_texts(self) -> "TargetIdentity":
-        """Return the identity for a drafter that reads text alone: sizes and hashes of the weights are left out.
-
-        The fingerprint stays, so that another target is noticed.
-        """
-        sizes, hashes = ("hidden_size", "num_layers", "num_heads"), ("config", "weights", "embeddings", "lm_head")
-        unknown: dict[str, Any] = dict.fromkeys((*sizes, *hashes))
-        return replace(self, **unknown)
-
     def completed(self, other: "TargetIdentity") -> "TargetIdentity":
         """Return this identity with its unknown fields taken from `other`."""
         return replace(self, **{f.name: getattr(other, f.name) for f in fields(self) if getattr(self, f.name) is None})

@@ -8,8 +8,7 @@ weights. The adapter's own layers are in both trees: in the model, and under `la
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -90,17 +89,12 @@ class TunedTarget:
     def states(self, batch: TrainBatch, passes: Sequence[Pass], seed: int | None) -> Tensor:
         """Return the tuned target's post-final-norm states [B, L, H] of packed documents, see `read_documents`. seed: what dropout
         draws from, the same wherever and whenever the batch is trained on; None for torch's own generator."""
-        with self._draws(seed, batch.ids.device):
+        drawn = seed is not None and any(m.training for m in self.layers.modules() if isinstance(m, nn.Dropout))
+        device = batch.ids.device
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], enabled=drawn):
+            if seed is not None and drawn:
+                torch.manual_seed(seed)
             return read_documents(self.decoder, batch, passes)
-
-    @contextmanager
-    def _draws(self, seed: int | None, device: torch.device) -> Iterator[None]:
-        if seed is None or not any(m.training for m in self.layers.modules() if isinstance(m, nn.Dropout)):
-            yield
-            return
-        with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-            torch.manual_seed(seed)
-            yield
 
     def logits(self, states: Tensor) -> Tensor:
         """Return fp32 logits [..., V] of the tuned target's states [..., H], by its own projection, scale and softcap."""

@@ -22,7 +22,7 @@ from draftsmith.heads.formats.engines import ENGINES, Again, Serving, Snippet, o
 from draftsmith.heads.formats.layout import default_layout, layouts_of, target_obstacle
 from draftsmith.heads.registry import is_known
 from draftsmith.machine import Hardware
-from draftsmith.storage import write_json, write_text
+from draftsmith.storage import write_text
 from draftsmith.target.folder import local_folder, read_object
 from draftsmith.target.pretrained import DTYPES
 
@@ -158,12 +158,6 @@ def doubts_of(results: Sequence[Result], *, flaws_on: Hardware | None = None) ->
         for text, is_far in clock_faults(result)
         if not (is_far and result.hardware == flaws_on)
     ]
-
-
-def write_decision(folder: Path, decision: Decision) -> None:
-    """Write plan.json and routing.json into a folder, each atomically."""
-    write_json(folder / "plan.json", decision_json(decision))
-    write_json(folder / "routing.json", asdict(decision.rules))
 
 
 def decision_json(decision: Decision) -> dict[str, Any]:

@@ -54,7 +54,12 @@ def line_panel(
     """Draw a line per series over the x labels, of which as many are drawn as have room. y_range: shared by panels that are to be
     compared."""
     width, height, left, right, top, bottom = 300, 200, 38, 12, 30, 38
-    low, high, ticks = _axis(*y_range)
+    # About four steps of 1, 2, 2.5 or 5, with rounded ends that hold the range.
+    span = max(y_range[1] - y_range[0], 1e-6)
+    magnitude = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if span / (m * magnitude) <= 5)
+    first, last = math.floor(y_range[0] / step + 1e-9), math.ceil(y_range[1] / step - 1e-9)
+    low, high, ticks = first * step, last * step, [i * step for i in range(first, last + 1)]
 
     def x(i: int) -> float:
         return left + (width - left - right) * ((i + 0.5) / max(len(x_labels), 1))
@@ -175,15 +180,6 @@ def swatch(index: int) -> str:
 def part_swatch(index: int) -> str:
     """Return a legend's mark of a stacked part."""
     return f'<svg class="swatch" viewBox="0 0 26 14" aria-hidden="true"><rect class="part{index}" width="26" height="14"/></svg>'
-
-
-def _axis(low: float, high: float) -> tuple[float, float, list[float]]:
-    """Return rounded ends and ticks that hold [low, high] in about four steps of 1, 2, 2.5 or 5."""
-    span = max(high - low, 1e-6)
-    magnitude = 10.0 ** math.floor(math.log10(span / 4))
-    step = next(m * magnitude for m in (1, 2, 2.5, 5, 10) if span / (m * magnitude) <= 5)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return first * step, last * step, [i * step for i in range(first, last + 1)]
 
 
 def _svg(width: float, height: float, alternative: str, parts: Sequence[str]) -> str:

@@ -203,14 +203,14 @@ class EagleDrafter(CachedDrafter):
         return beam.draft()
 
     def _chain(self, state: DecodeState, out_BH: Tensor, depth: int) -> Draft:
+        # A single row's next token sees every slot in use, which takes no mask.
+        unmasked = len(out_BH) == 1 and self.cache.window is None and self.cache.bucket == 1
+
         def next_logits(k: int, tokens_B: Tensor) -> Tensor:
             nonlocal out_BH
             if k:
                 hidden_B1H = self.head.feedback(out_BH)[:, None]
-                # A single row's next token sees every slot in use, which takes no mask.
-                above_B1T = (
-                    None if self.cache.unmasked else chain_above(k, out_BH.device)[-1:].expand(len(out_BH), -1, -1)
-                )
+                above_B1T = None if unmasked else chain_above(k, out_BH.device)[-1:].expand(len(out_BH), -1, -1)
                 out_BH = self._grow(tokens_B[:, None], hidden_B1H, k - 1, above_B1T)[:, 0]
             return self.head.logits(out_BH)
 

@@ -25,7 +25,7 @@ from draftsmith.heads.files import (
     weights_file,
 )
 from draftsmith.heads.formats.layout import layouts_of
-from draftsmith.heads.record import RECORD, TUNED, check_facts, check_files, check_made_for, read_passport
+from draftsmith.heads.record import RECORD, TUNED, check_facts, check_made_for, read_passport
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
 from draftsmith.storage import fingerprint, sha256_file
 from draftsmith.target.folder import read_object
@@ -146,8 +146,12 @@ def load_head(path: Path | str, target: Target, *, warn: Callable[[str], None] |
     """
     path = Path(path)
     known = recognise(path)
-    if (passport := read_passport(path)) is not None:
-        check_files(path, passport)
+    passport = read_passport(path)
+    if passport is not None and (changed := passport.changed(path)):
+        raise UserError(
+            f"{path / changed[0]} is not the file that was exported (its hash is not that in {RECORD}): restore it, export the head "
+            f"again or, if you changed it yourself, remove {RECORD} and measure the head anew."
+        )
     check_made_for(path, target, warn)
     assert known.load is not None
     head = known.load(path, target)

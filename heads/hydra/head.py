@@ -10,7 +10,7 @@ x_{t+1} that the target itself gives. Head i reads [y_t, e(x_{t+1}), e(x_{t+2}),
 input embedding, and predicts x_{t+2+i}: in training these tokens are the text's, in drafting the root and the draft so far.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -193,7 +193,11 @@ class HydraHead(ScaledHead):
     def forward(self, batch: TrainBatch, num_steps: int) -> HeadOutput:
         """Return the logits [R_i, V] of the first `num_steps` heads (all of them, if there are fewer)."""
         plan, dropped = self.planned(batch, num_steps), self.training and self.options.dropout > 0
-        path_RC, steps = self._states(batch, plan), []
+        if self.prefix_embedding_layer is None:
+            path_RC = batch.last.flatten(0, 1)[plan.rows[0]].to(self.dtype)
+        else:
+            path_RC = self.prefix_embedding_layer.rows(batch, plan.queries[0], self.window)
+        steps = []
         seeds, position = batch.seeds.flatten(), batch.position.flatten()
         for i, (rows, still) in enumerate(zip(plan.rows, plan.among, strict=True)):
             path_RC = self.extend(path_RC[still], shift_left(batch.ids, 1 + i, 0).flatten()[rows])
@@ -212,7 +216,9 @@ class HydraHead(ScaledHead):
 
     def state(self, head: int, path: Tensor, drop: Dropper | None = None) -> Tensor:
         """What head number `head` reads [..., C] -> what its projection reads, [..., H]. drop: dropout in training."""
-        for block in self._applied(head):
+        blocks = self.blocks(head)
+        for j in range(self.options.num_layers):  # of tied blocks the last one again and again
+            block = blocks[min(j, len(blocks) - 1)]
             path = block(path if drop is None else drop(path))
         return path if drop is None else drop(path)
 
@@ -223,19 +229,6 @@ class HydraHead(ScaledHead):
     def blocks(self, head: int) -> list[ResBlock]:
         """Return the blocks of a head that have weights of their own."""
         return [block for block in self.hydra_mlp[head].children() if isinstance(block, ResBlock)]
-
-    def _applied(self, head: int) -> Iterator[ResBlock]:
-        """Yield the blocks of a head as often as they are applied."""
-        first, *later = self.blocks(head)
-        yield first
-        for j in range(self.options.num_layers - 1):
-            yield later[min(j, len(later) - 1)]
-
-    def _states(self, batch: TrainBatch, plan: Plan) -> Tensor:
-        """Return [R, H]: the target's states of the first head's rows, or what the prefix layer makes of them."""
-        if self.prefix_embedding_layer is None:
-            return batch.last.flatten(0, 1)[plan.rows[0]].to(self.dtype)
-        return self.prefix_embedding_layer.rows(batch, plan.queries[0], self.window)
 
     @property
     def dtype(self) -> torch.dtype:

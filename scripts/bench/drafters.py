@@ -108,14 +108,6 @@ def train_all(bench: Bench, methods: Sequence[str], rates: Sequence[float], drop
         return trials + list(pool.map(lambda trial: bench.train(trial.method, trial.rate, 1.0), kept))
 
 
-def heads_of(bench: Bench, trainings: Sequence[Training]) -> dict[str, Path]:
-    """Return the run of each method's longest training, at its best rate, the best head first."""
-    found: dict[str, Path] = {}
-    for one in sorted(trainings, key=lambda t: (t.share, t.tau), reverse=True):
-        found.setdefault(one.method, bench.run_dir(one.method, one.rate, one.share))
-    return found
-
-
 def evaluate(bench: Bench, heads: dict[str, Path], *, decode: bool) -> list[Result]:
     """Evaluate all heads together; return the result of each temperature."""
     # A result calls the head that it is of by its method alone.
@@ -229,7 +221,10 @@ def main(argv: list[str]) -> int:
     say(f"{len(methods)} methods, layers {layers}, logs in {own.folder}")
     draftsmith("extract", bench.command(methods[0]), own.folder / "data.log")
     trainings = train_all(bench, methods, own.rates, own.drop, own.jobs)
-    results = evaluate(bench, heads_of(bench, trainings), decode=not own.no_decode)
+    heads: dict[str, Path] = {}  # of each method's longest training, at its best rate, the best head first
+    for one in sorted(trainings, key=lambda t: (t.share, t.tau), reverse=True):
+        heads.setdefault(one.method, bench.run_dir(one.method, one.rate, one.share))
+    results = evaluate(bench, heads, decode=not own.no_decode)
     facts["trainings"] = [*earlier.get("trainings", []), *map(asdict, trainings)]
     known = earlier.get("temperatures", {})
     places = {f"{result.settings.temperature:g}": result for result in results}

@@ -36,12 +36,10 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def rendered(page: str) -> str:
     """Return a page with its reference and its tables as code and results have them."""
-    page = _block("reference").sub(lambda found: found[1] + reference() + found[3], page)
-    page = _block("table: losses").sub(lambda found: found[1] + losses() + found[3], page)
-    page = _block("table: trees").sub(lambda found: found[1] + trees() + found[3], page)
+    made = {"reference": reference} | {f"table: {one.__name__}": one for one in (losses, trees, contexts, drift)}
+    for mark, text in made.items():
+        page = _block(mark).sub(lambda found, text=text: found[1] + text() + found[3], page)  # type: ignore[misc]
     page = _block(r"table: drafters (\S+)").sub(lambda found: found[1] + drafters(found[2]) + found[4], page)
-    page = _block("table: contexts").sub(lambda found: found[1] + contexts() + found[3], page)
-    page = _block("table: drift").sub(lambda found: found[1] + drift() + found[3], page)
     return _block("results( overall)?: (.+?)").sub(
         lambda found: f"{found[1]}\n{results(found[3].split(), overall_only=bool(found[2]))}\n{found[5]}", page
     )

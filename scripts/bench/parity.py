@@ -167,12 +167,12 @@ def _decoded(case: Case, target: Target, engine: Any, *, ignore_eos: bool = Fals
 
 
 @torch.no_grad()
-def _quantized(target: Target, bits: int = 5) -> Target:
-    """Return the target with its matrices rounded to so many bits, a scale for every row."""
+def _quantized(target: Target) -> Target:
+    """Return the target with its matrices rounded to five bits, a scale for every row."""
     model = copy.deepcopy(target.model)
     for parameter in model.parameters():
         if parameter.dim() == 2:
-            scale = parameter.abs().amax(1, keepdim=True).clamp_min(1e-9) / (2 ** (bits - 1) - 1)
+            scale = parameter.abs().amax(1, keepdim=True).clamp_min(1e-9) / 15
             parameter.copy_((parameter / scale).round() * scale)
     return Target(model, path=target.path, fingerprint=f"{target.fingerprint} quantized")
 

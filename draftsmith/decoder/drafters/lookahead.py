@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,7 +106,12 @@ class Lookahead(TextDrafter):
         """Draft from the pools, and lay the windows behind the drafts, where nothing is accepted."""
         texts = self.read(state)
         if not all(request.rows for request in self._requests):
-            self._draw_windows(state, [text_L for text_L, _ in texts])
+            # The windows of new requests hold tokens of their texts, at random as in the authors' code.
+            chance_BW = uniforms(state.keys_B, state.length_B, DRAFT, self.W * (self.N - 1)).tolist()
+            for request, (text_L, _), chances in zip(self._requests, texts, chance_BW, strict=True):
+                if not request.rows:
+                    drawn = [int(text_L[int(chance * len(text_L))]) for chance in chances]
+                    request.rows = [drawn[start : start + self.W] for start in range(0, len(drawn), self.W)]
         branches, windows, active = [], [], []
         for request, (text_L, limit) in zip(self._requests, texts, strict=True):
             request.rows[0][0] = root = int(text_L[-1])
@@ -126,14 +130,6 @@ class Lookahead(TextDrafter):
             parents_BN=torch.cat([draft.parents_BN, above_BN], 1),
             listen=partial(self._listen, active, torch.tensor(nodes[-self.W :], device=device)),
         )
-
-    def _draw_windows(self, state: DecodeState, texts: Sequence[np.ndarray]) -> None:
-        """Fill the windows of new requests with tokens of their texts, at random as in the authors' code."""
-        chance_BW = uniforms(state.keys_B, state.length_B, DRAFT, self.W * (self.N - 1)).tolist()
-        for request, text_L, chances in zip(self._requests, texts, chance_BW, strict=True):
-            if not request.rows:
-                drawn = [int(text_L[int(chance * len(text_L))]) for chance in chances]
-                request.rows = [drawn[start : start + self.W] for start in range(0, len(drawn), self.W)]
 
     @staticmethod
     def _listen(active: Sequence[_Request | None], node_W: Tensor, logits_BNV: Tensor) -> None:

@@ -62,7 +62,7 @@ class _Decoder:
     def __init__(self, session: Session) -> None:
         folder, self._spec, self._seed = session.head_folder, session.recipe.evaluate, session.recipe.seed
         loaded = session.target_in(self._spec.dtype)
-        head = load_fitting(folder, loaded, session.warn).deployed(loaded).to(loaded.dtype)
+        head = load_fitting(folder, loaded, session.warn)
         self._ways = ways_to_draft(self._spec, head.method, head, loaded, session.warn, compared=False)
         if not self._ways:
             raise UserError(f"evaluate.drafts names no way to draft for the head in {folder}: add {{tree: chain}}.")

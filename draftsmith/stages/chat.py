@@ -57,7 +57,7 @@ class Chat:
                 f"--system: the chat template of {self.target.path} leaves the system text out: say it in your first question."
             )
         self.reset()
-        head = load_fitting(folder, self.target, session.warn).deployed(self.target).to(self.target.dtype)
+        head = load_fitting(folder, self.target, session.warn)
         ways = ways_to_draft(spec, head.method, head, self.target, session.warn, compared=False)
         if not ways:
             raise UserError(f"evaluate.drafts names no way to draft for the head in {folder}: add {{tree: chain}}.")

@@ -102,12 +102,11 @@ def load_heads(recipe: Recipe, own_folder: Path, target: Target, warn: Warn) -> 
     One made for another target of the same sizes is measured too, with a warning.
     """
     own = load_fitting(own_folder, target, warn)
-    heads = {own.method: own.deployed(target).to(target.dtype)}
-    return heads | load_compared(recipe, target, own.method, warn)
+    return {own.method: own} | load_compared(recipe, target, own.method, warn)
 
 
 def load_fitting(folder: Path, target: Target, warn: Warn) -> DraftHead:
-    """Return the head in a folder, with a warning where it was made for another target.
+    """Return the head in a folder as it drafts once trained, in the dtype of `target`, with a warning where it was made for another one.
 
     Raises UserError where the head tunes its target: its adapter means nothing on other weights, such as those that it
     is merged into.
@@ -118,7 +117,7 @@ def load_fitting(folder: Path, target: Target, warn: Warn) -> DraftHead:
         check_made_for(folder, target)
     for text in warnings:
         warn(text)
-    return head
+    return head.deployed(target).to(target.dtype)
 
 
 def load_compared(recipe: Recipe, target: Target, taken: str, warn: Warn) -> dict[str, DraftHead]:
@@ -126,7 +125,7 @@ def load_compared(recipe: Recipe, target: Target, taken: str, warn: Warn) -> dic
     folders = _compared_folders(recipe)
     if wrong := [name for name in folders if name == taken or not name.strip()]:
         raise UserError(f"evaluate.beside names a head {wrong[0]!r}, the name of the run's own: choose another.")
-    return {name: load_fitting(at, target, warn).deployed(target).to(target.dtype) for name, at in folders.items()}
+    return {name: load_fitting(at, target, warn) for name, at in folders.items()}
 
 
 def _compared_folders(recipe: Recipe) -> dict[str, Path]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import load_tokenizer
-from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import TABLE_MARK, write_cost_table
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.engines.server import TOKENS, MeasuredServer, measure_served
@@ -38,6 +37,7 @@ from draftsmith.stages.planning import (
     has_costs,
     measure_and_keep,
     plan_stage,
+    read_whole,
     target_info,
 )
 from draftsmith.stages.prompts import Prompts, make_prompts, read_conversations
@@ -120,7 +120,7 @@ def _measure(
 ) -> None:
     """Decode or simulate at the temperatures whose results are not there, and write them. drafters: for the session's own target."""
     spec = session.recipe.evaluate
-    there = team().tell(lambda: [_is_there(session, path) for path in paths])
+    there = team().tell(lambda: [read_whole(read_result, path, session.warn) is not None for path in paths])
     missing = [t for t, found in zip(spec.temperatures, there, strict=True) if not found]
     dtype = session.target.dtype_name if spec.dtype == "auto" else spec.dtype
     # Timed in float32, the timed texts are the exact check; else it loads a target of its own and drops it first.
@@ -259,15 +259,6 @@ def served_prompts(session: Session) -> Prompts:
 def _served_context(session: Session) -> int:
     config = load_config(session.target_path, session.recipe.target.trust_remote_code).get_text_config(decoder=True)
     return context_of(config) or sys.maxsize
-
-
-def _is_there(session: Session, path: Path) -> bool:
-    """Return whether a result of this stage is there and whole; a damaged one is said and measured again."""
-    try:
-        return path.is_file() and bool(read_result(path))
-    except UserError as error:
-        session.warn(f"{path} is measured again, as it cannot be read: {error}")
-        return False
 
 
 def _greedy_equality(session: Session, prompts: Prompts, journal: Journal) -> dict[str, dict[str, Lossless]]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 from draftsmith.decoder.cache import entry_bytes, layer_shapes
 from draftsmith.errors import UserError
@@ -27,6 +28,7 @@ from draftsmith.storage import write_json
 from draftsmith.target.target import Target
 
 COSTS = "costs.json"
+Read = TypeVar("Read")
 
 
 def contexts_of(
@@ -59,7 +61,7 @@ def _grid(evaluation: Evaluation) -> tuple[list[SystemUnderTest], set[tuple[int,
 def has_costs(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Callable[[str], None]) -> bool:
     """Return whether the table of a finished evaluation, of whatever machine, holds all that the recipe plans for; what it holds
     besides is taken out then."""
-    places, table = _grid(evaluation)[1], _read_kept(path, warn)
+    places, table = _grid(evaluation)[1], read_whole(read_cost_table, path, warn)
     if table is None or table.lacks(places):
         return False
     _trim(table, places, path, run)
@@ -69,7 +71,7 @@ def has_costs(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Calla
 def costs_of_run(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Callable[[str], None]) -> CostTable:
     """Return the costs that an evaluation plans with, in `path` too: what an earlier one left there is measured again where it is of
     another machine, or of other packages, and what it lacks is added."""
-    table, target, (systems, places) = _read_kept(path, warn), evaluation.target, _grid(evaluation)
+    table, target, (systems, places) = read_whole(read_cost_table, path, warn), evaluation.target, _grid(evaluation)
     if table is None:
         return measure_and_keep(evaluation, path)
     machine, names = environment(), [c.name for c in systems]
@@ -86,9 +88,10 @@ def costs_of_run(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Ca
     return table.only(places)
 
 
-def _read_kept(path: Path, warn: Callable[[str], None]) -> CostTable | None:
+def read_whole(read: Callable[[Path], Read], path: Path, warn: Callable[[str], None]) -> Read | None:
+    """Return what a file of the evaluation holds, None where it is not there; a damaged one is said and measured again."""
     try:
-        return read_cost_table(path) if path.is_file() else None
+        return read(path) if path.is_file() else None
     except UserError as error:
         warn(f"{path} is measured again, as it cannot be read: {error}")
         return None

@@ -249,7 +249,7 @@ def _prepare(session: Session, asked: int | None, temperature: float | None) -> 
 def _head(session: Session) -> tuple[Target, DraftHead]:
     """Load the head, and the target that verifies its drafts; for a tuned one, the original's answers serve as its own."""
     original = session.target_in(session.recipe.evaluate.dtype)
-    head = load_fitting(session.head_folder, original, session.warn).deployed(original).to(original.dtype)
+    head = load_fitting(session.head_folder, original, session.warn)
     return head.verifier(original), head
 
 

@@ -1,7 +1,7 @@
 """What block drafters have of the layouts of their published code, which vLLM reads: schema and reading."""
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -74,7 +74,7 @@ _TENSORS = (
     TensorRow(D2T, dtype=torch.int64, when=_reduced),
     TensorRow(EMBEDDING, optional=True),
 )
-SECTION_KEYS = {
+_SECTION_KEYS = {
     "mask_token_id": attrgetter("head.options.mask_token_id"),
     "target_layer_ids": lambda export: [k - 1 for k in export.head.reads.layer_ids],
 }
@@ -84,15 +84,26 @@ _KEYS = {
     "num_hidden_layers": attrgetter("head.options.num_layers"),
     "block_size": attrgetter("head.options.block_size"),  # engines draft no more
     "draft_vocab_size": draft_vocab_size,
-    SECTION: SECTION_KEYS,
 }
 
 
+def option_keys(*names: str) -> dict[str, Any]:
+    """Return keys of a configuration that are options of the head."""
+    return {name: attrgetter(f"head.options.{name}") for name in names}
+
+
 def block_schema(
-    name: str, architecture: str, tensors: tuple[TensorRow, ...] = (), keys: Mapping[str, Any] | None = None
+    name: str,
+    architecture: str,
+    tensors: Iterable[str | TensorRow] = (),
+    keys: Mapping[str, Any] | None = None,
+    section: Mapping[str, Any] | None = None,
 ) -> BlockSchema:
-    """Return the schema of a published layout. architecture: what it calls the model class; tensors, keys: its further ones."""
-    return BlockSchema(name, (*_TENSORS, *tensors), {"architectures": [architecture], **_KEYS, **(keys or {})})
+    """Return the schema of a published layout. architecture: what it calls the model class; tensors, keys: its further ones; section:
+    further keys of `SECTION`."""
+    rows = (TensorRow(one) if isinstance(one, str) else one for one in tensors)
+    own = {"architectures": [architecture], **_KEYS, SECTION: {**_SECTION_KEYS, **(section or {})}, **(keys or {})}
+    return BlockSchema(name, (*_TENSORS, *rows), own)
 
 
 def for_llama_cpp(schema: BlockSchema, *without: str) -> BlockSchema:

@@ -29,17 +29,9 @@ def load_dflash_directory(path: Path | str, target: Target) -> DFlashHead:
     return block.load_block(path, config, target, DFlashHead, **more)
 
 
-DFLASH = block.block_schema(
-    "dflash",
-    "DFlashDraftModel",
-    keys={
-        block.SECTION: {
-            **block.SECTION_KEYS,
-            # Ours: engines do not know it.
-            _PREFIX: lambda export: export.head.options.variable_prefix or ABSENT,
-        }
-    },
-)
+# Ours: engines do not know it.
+_OURS = {_PREFIX: lambda export: export.head.options.variable_prefix or ABSENT}
+DFLASH = block.block_schema("dflash", "DFlashDraftModel", section=_OURS)
 
 CPU_NORMS = (
     "On CPUs vLLM 0.32 normalises the keys of the text with the first layer's weights in all layers (its "

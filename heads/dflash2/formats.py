@@ -3,7 +3,6 @@
 The layout is the one of the published heads, flat, with an explicit `is_causal`: without it engines take a window for causal.
 """
 
-from operator import attrgetter
 from pathlib import Path
 
 from draftsmith.heads.block import formats as block
@@ -11,7 +10,7 @@ from draftsmith.heads.dflash2.head import DFlash2Head
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.recognise import Format
-from draftsmith.heads.formats.schema import ABSENT, TensorRow
+from draftsmith.heads.formats.schema import ABSENT
 from draftsmith.target.target import Target
 
 _SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
@@ -33,19 +32,14 @@ def load_dflash2_directory(path: Path | str, target: Target) -> DFlash2Head:
     return block.load_block(path, config, target, DFlash2Head, **sizes)
 
 
+_CONVOLUTIONS = [f"layers.{{m}}.{part}_conv" for part in ("attention", "mlp")]
+_SELECTOR = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
 DFLASH2 = block.block_schema(
     "dflash2",
     "DFlash2DraftModel",
     tensors=(
-        *(
-            TensorRow(f"layers.{{m}}.{part}_conv.{name}")
-            for part in ("attention", "mlp")
-            for name in ("base_kernel", "kernel_projection.weight")
-        ),
-        *(
-            TensorRow(f"candidate_selector.{name}")
-            for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
-        ),
+        *(f"{conv}.{name}" for conv in _CONVOLUTIONS for name in ("base_kernel", "kernel_projection.weight")),
+        *(f"candidate_selector.{name}" for name in _SELECTOR),
     ),
     keys={
         "is_causal": False,  # engines would take a window for causal
@@ -55,13 +49,12 @@ DFLASH2 = block.block_schema(
         # Else Qwen3's configuration drops the window.
         "use_sliding_window": lambda export: export.head.window is not None,
         "sliding_window": lambda export: export.head.window or ABSENT,
-        block.SECTION: {
-            **block.SECTION_KEYS,
-            **{key: attrgetter(f"head.options.{key}") for key in _SIZES},
-            # Engines draft with the bare matrix of the target's output projection, and these.
-            "output_multiplier": lambda export: export.target.head.scale if export.target.head.scale != 1.0 else ABSENT,
-            "final_logit_softcapping": lambda export: export.target.head.softcap or ABSENT,
-        },
+    },
+    section={
+        **block.option_keys(*_SIZES),
+        # Engines draft with the bare matrix of the target's output projection, and these.
+        "output_multiplier": lambda export: export.target.head.scale if export.target.head.scale != 1.0 else ABSENT,
+        "final_logit_softcapping": lambda export: export.target.head.softcap or ABSENT,
     },
 )
 

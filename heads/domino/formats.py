@@ -1,6 +1,5 @@
 """Domino heads for engines: the layout of SpecForge and SGLang, reading it, and how such heads are recognised."""
 
-from operator import attrgetter
 from pathlib import Path
 
 from draftsmith.heads.block import formats as block
@@ -9,7 +8,6 @@ from draftsmith.heads.files import explain_config
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Rule, Served
 from draftsmith.heads.formats.recognise import Format
-from draftsmith.heads.formats.schema import TensorRow
 from draftsmith.target.target import Target
 
 _OPTIONS = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
@@ -36,24 +34,9 @@ def load_domino_directory(path: Path | str, target: Target) -> DominoHead:
 DOMINO = block.block_schema(
     "domino",
     "DFlashDraftModel",
-    tensors=tuple(
-        TensorRow(name)
-        for name in (
-            "prefix_gru.weight_ih_l0",
-            "prefix_gru.weight_hh_l0",
-            "embed_proj.0.weight",
-            "embed_proj.2.weight",
-        )
-    ),
-    keys={
-        "is_causal": False,
-        block.SECTION: {
-            **block.SECTION_KEYS,
-            "projector_type": "domino",
-            "shift_label": attrgetter("head.options.shift_label"),
-            **{key: attrgetter(f"head.options.{key}") for key in _OPTIONS},
-        },
-    },
+    tensors=("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"),
+    keys={"is_causal": False},
+    section={"projector_type": "domino", **block.option_keys("shift_label", *_OPTIONS)},
 )
 
 _SGLANG = Served(

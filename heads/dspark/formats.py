@@ -45,13 +45,13 @@ DSPARK = block.block_schema(
     "dspark",
     "Qwen3DSparkModel",
     tensors=(
-        TensorRow("markov_head.markov_w1.weight"),
-        TensorRow("markov_head.markov_w2.weight"),
+        "markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight",
         TensorRow("confidence_head.proj.weight", when=_confident),
         TensorRow("confidence_head.proj.bias", when=_confident),
     ),
     keys={
-        "markov_rank": attrgetter("head.options.markov_rank"),
+        **block.option_keys("markov_rank"),
         "markov_head_type": "vanilla",  # engines know others
         "enable_confidence_head": attrgetter("head.options.confidence_head"),
         "confidence_head_with_markov": True,  # it reads the token before too

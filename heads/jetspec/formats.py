@@ -31,11 +31,7 @@ def _is_jetspec(folder: HeadFolder) -> bool:
     return "jetspec" in folder.words or (said and not others)
 
 
-JETSPEC = block.block_schema(
-    "jetspec",
-    "DFlashDraftModel",
-    keys={block.SECTION: {**block.SECTION_KEYS, block.CAUSAL: True, "causal": True}},
-)
+JETSPEC = block.block_schema("jetspec", "DFlashDraftModel", section={block.CAUSAL: True, "causal": True})
 
 _VLLM = Served(
     engines.start_vllm("dflash"),

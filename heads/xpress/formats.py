@@ -10,7 +10,6 @@ from draftsmith.heads.block import formats as block
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Served
 from draftsmith.heads.formats.recognise import Format
-from draftsmith.heads.formats.schema import TensorRow
 from draftsmith.heads.xpress.head import XPressHead
 from draftsmith.target.target import Target
 
@@ -29,22 +28,15 @@ def load_xpress_directory(path: Path | str, target: Target) -> XPressHead:
     return block.load_block(path, config, target, XPressHead, **block.read_sizes(path, config, "XPress", *_SIZES))
 
 
+_PARTS = ("w1", "down_h", "down_g", "in_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "w2")
 XPRESS = block.block_schema(
     "xpress",
     "Qwen3XPressModel",
-    tensors=tuple(
-        TensorRow(f"xpress_head.{name}")
-        for name in (
-            *(f"{part}.weight" for part in ("w1", "down_h", "down_g", "in_proj")),
-            "mix.L",
-            *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
-            "w2.weight",
-        )
-    ),
+    tensors=(*(f"xpress_head.{part}.weight" for part in _PARTS), "xpress_head.mix.L"),
     keys={
         "is_causal": False,
         "sample_from_anchor": False,
-        **{key: attrgetter(f"head.options.{key}") for key in _SIZES},
+        **block.option_keys(*_SIZES),
         "xpress_block_size": attrgetter("head.options.block_size"),
         "xpress_num_passes": 6,  # what heads are published with
     },

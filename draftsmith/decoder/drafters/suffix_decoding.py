@@ -12,8 +12,9 @@ Shapes: L tokens of a text, T tokens that are searched, E occurrences.
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
+from operator import attrgetter
 
 import numpy as np
 
@@ -59,18 +60,10 @@ def speculate(text_L: np.ndarray, most: int, rules: SuffixRules, outputs: Output
     last = int(text_L[-1])
     own = _best(text_L, np.flatnonzero(text_L[:-1] == last) + 1, text_L, most, rules)
     other = _best(outputs.text_T, outputs.ends_of(last), text_L, most, rules)
-    return max(own, other, key=lambda scored: scored.score).branches
+    return max(own, other, key=attrgetter("score"))
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """A draft and the sum of its tokens' probabilities."""
-
-    branches: Branches
-    score: float
-
-
-def _best(text_T: np.ndarray, ends_E: np.ndarray, suffix_L: np.ndarray, most: int, rules: SuffixRules) -> _Scored:
+def _best(text_T: np.ndarray, ends_E: np.ndarray, suffix_L: np.ndarray, most: int, rules: SuffixRules) -> Branches:
     """Return the best draft from one text. ends_E: the positions behind the occurrences of the suffix's last token."""
     matches: list[np.ndarray] = []
     for length in range(1, min(len(suffix_L), rules.max_tree_depth - 1) + 1):
@@ -81,16 +74,16 @@ def _best(text_T: np.ndarray, ends_E: np.ndarray, suffix_L: np.ndarray, most: in
         matches.append(ends_E)
     # Those that may draft the longest path come first: it often is certain, and then no other can do better.
     budgets = {n: min(most, int(rules.alpha * n + 1e-6)) for n in range(1, len(matches) + 1)}
-    best = _Scored(Branches(), 0.0)
+    best = Branches()
     for length in sorted(budgets, key=lambda n: (min(budgets[n], rules.max_tree_depth - n), n), reverse=True):
         if best.score < budgets[length]:
             ends_E, depth = matches[length - 1][-_COUNTED:], rules.max_tree_depth - length
             expanded = _expand(text_T, ends_E, budgets[length], depth, rules)
-            best = max(best, expanded, key=lambda scored: scored.score)
+            best = max(best, expanded, key=attrgetter("score"))
     return best
 
 
-def _expand(text_T: np.ndarray, ends_E: np.ndarray, budget: int, depth: int, rules: SuffixRules) -> _Scored:
+def _expand(text_T: np.ndarray, ends_E: np.ndarray, budget: int, depth: int, rules: SuffixRules) -> Branches:
     """Add the most likely token to the draft until `budget` is spent (the paper's greedy expansion), no deeper than `depth`."""
     branches, score, number = Branches(), 0.0, count()
     likely: list[tuple[float, int, int, int, int, np.ndarray]] = []
@@ -116,7 +109,7 @@ def _expand(text_T: np.ndarray, ends_E: np.ndarray, budget: int, depth: int, rul
         score -= negative
         if level < depth:
             offer(-negative, len(branches.tokens), level + 1, behind_E)
-    return _Scored(branches, score)
+    return replace(branches, score=score)
 
 
 class SuffixDecoding(TextDrafter):

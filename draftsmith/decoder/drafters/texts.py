@@ -23,10 +23,11 @@ MAX_NGRAM = 3
 @dataclass(frozen=True)
 class Branches:
     """The drafted tokens of one row. parents: the number of each token's parent, where 0 is the root and i the i-th token;
-    parents come before their children."""
+    parents come before their children. score: the sum of the tokens' probabilities, where a drafter compares drafts by it."""
 
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
+    score: float = field(default=0.0, compare=False)
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> "Branches":

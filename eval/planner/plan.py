@@ -162,8 +162,12 @@ class Plan:
         for name in self.table.drafters:
             if (drafter := result.drafters.get(name)) is None:
                 continue
-            measures = drafter.at(slice_name)
-            for k, tau in taus(measures, decoded_length(drafter)) if measures else ():
+            measures, draft = drafter.at(slice_name), drafter.draft
+            lengths = dict(taus(measures, decoded_length(drafter)) if measures else ())
+            # What engines draft whatever they are told is all that can be planned.
+            if draft is not None and draft.tree is None and draft.engine_tokens in lengths:
+                lengths = {k: tau for k, tau in lengths.items() if k == draft.engine_tokens}
+            for k, tau in lengths.items():
                 cost = round_cost(self.table, point, name, k)
                 if cost is not None:
                     yield Option(name, k, cost, tau)

@@ -94,6 +94,20 @@ def test_a_head_of_one_length_is_started_with_it_whatever_is_planned(method: str
     assert steps == (None if method == "xpress" else [[1, 4, 7], [5, 8, 7], [9, 64, 0]])
 
 
+def test_a_head_of_one_length_is_planned_with_it_alone() -> None:
+    """Where it was simulated that long; else with what was."""
+    for tokens, lengths in ((3, {3}), (None, {1, 2, 3, 4}), (9, {1, 2, 3, 4})):
+        one = result(0, {"overall": 0.6})
+        (name, drafter), *_ = one.drafters.items()
+        assert drafter.draft is not None
+        fixed = replace(drafter, draft=replace(drafter.draft, engine_tokens=tokens))
+        found = make_decision([replace(one, drafters={**one.drafters, name: fixed})], table(), "costs.json")
+        assert found is not None
+        assert {
+            o.num_speculative_tokens for cell in found.plan.cells() for o in cell.options if o.drafter == name
+        } == lengths
+
+
 @pytest.mark.parametrize("changes", [{"window": 512}, {"weights": "int4"}, {"lossy": True}, {"tuned": True}])
 def test_what_an_export_does_not_hold_is_not_started(changes: dict[str, Any]) -> None:
     assert engine_settings(with_draft(decision(), **changes)) == {}

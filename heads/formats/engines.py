@@ -262,16 +262,16 @@ def start_speculators(serving: Serving) -> list[Snippet]:
     return [_shell(["python", "-c", f"from speculators import SpeculatorModel; {read}"])]
 
 
-def start_sglang(algorithm: str) -> Start:
-    """SGLang with the algorithm of that name. DFLASH sets steps and top-k itself."""
+def start_sglang(algorithm: str, *, native: bool = False) -> Start:
+    """SGLang with the algorithm of that name. DFLASH sets steps and top-k itself. native: see `start_vllm`."""
 
     def lines(serving: Serving) -> list[Snippet]:
-        K = serving.tokens
-        server = ["python", "-m", "sglang.launch_server", "--model-path", serving.target]
+        K, model = serving.tokens, serving.draft if native else serving.target
+        server = ["python", "-m", "sglang.launch_server", "--model-path", model]
         chain = [] if algorithm == "DFLASH" else ["--speculative-num-steps", f"{K}", "--speculative-eagle-topk", "1"]
         words = (
             [*server, "--speculative-algorithm", algorithm, *_on("--tp-size", serving.gpus)],
-            ["--speculative-draft-model-path", serving.draft],
+            *([] if native else [["--speculative-draft-model-path", serving.draft]]),
             [*chain, "--speculative-num-draft-tokens", f"{K + 1}"],
         )
         if len(serving.by_batch) < 2 or algorithm not in _SGLANG_BY_BATCH:

@@ -349,25 +349,36 @@ MTP = NativeSchema(
         "num_hidden_layers": attrgetter("target.num_layers"),
     },
 )
+
+
+_BEFORE_NORM = Rule(
+    "head.target_state before_norm",
+    "feeds the target's states behind the final norm to it",
+    "train it on with after_norm, or measure it with draftsmith evaluate",
+    lambda files, target, head: head.options.target_state == "before_norm",
+)
+_AS_VLLM = Rule(
+    "head.target_state vllm",
+    "shows the first token to the layer, and feeds it its own normed outputs",
+    "train it on with after_norm, or serve it with vLLM",
+    lambda files, target, head: head.options.target_state == "vllm",
+)
+_ON_THE_EXPORT = "Start it on the export: it is the target's directory, and holds the draft."
 _VLLM = Served(
     engines.start_vllm("mtp", native=True),
-    rules=(
-        Rule(
-            "head.target_state before_norm",
-            "feeds the target's states behind the final norm to it",
-            "train it on with after_norm, or measure it with draftsmith evaluate",
-            lambda files, target, head: head.options.target_state == "before_norm",
-        ),
-    ),
+    rules=(_BEFORE_NORM,),
     caveats=(
-        "Start it on the export: it is the target's directory, and holds the draft.",
+        _ON_THE_EXPORT,
         "vLLM 0.32 hides the first token of a text from the layer and, for targets of the classes Glm4MoeForCausalLM and "
         "Glm4MoeLiteForCausalLM, feeds it its own outputs before the final norm from the second token on: a head with "
         "`head.target_state: vllm` is trained and measured so.",
     ),
     needs="mtp",
 )
-LAYOUTS = (Layout("mtp", MTP, _load_export, {"vllm": _VLLM}),)
+_SGLANG = Served(
+    engines.start_sglang("EAGLE", native=True), (_BEFORE_NORM, _AS_VLLM), caveats=(_ON_THE_EXPORT,), needs="mtp"
+)
+LAYOUTS = (Layout("mtp", MTP, _load_export, {"vllm": _VLLM, "sglang": _SGLANG}),)
 FORMATS = (
     Format("an MTP head", 20, lambda f: any("eh_proj" in n or n == "mtp.fc.weight" for n in f.names), _unmeasured),
 )

@@ -95,8 +95,12 @@ def read_sglang(folder: Path) -> Answer:
     version = re.search(r"^Version: (.+)$", next(folder.glob("sglang-*.dist-info/METADATA")).read_text(), re.MULTILINE)
     assert version is not None
     layers, blocks, ends = "set_eagle3_layers_to_capture", "set_dflash_layers_to_capture", "get_embed_and_head"
-    how = f"the classes with the method `{ends}`, and for states `{layers}` too; for blocks with `{blocks}`; in the sources"
+    how = (
+        f"the classes with the method `{ends}`, and for states `{layers}` too; for blocks with `{blocks}`; in the sources; for mtp by hand: "
+        "srt/arg_groups/speculative_hook.py"
+    )
     answered = {"states": answers(layers, ends), "ends": answers(ends), "blocks": answers(blocks)}
+    answered["mtp"] = TARGETS["sglang"]["mtp"]
     return {"version": version[1], "asked": how, **answered}
 
 

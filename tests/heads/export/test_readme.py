@@ -88,9 +88,13 @@ def test_every_export_says_how_each_engine_is_started(layout, tmp_path):
             assert config == {"method": VLLM_METHODS[layout], "model": str(place), "num_speculative_tokens": tokens}
             assert words[:3] == ["vllm", "serve", target]
             assert after(words, "--tensor-parallel-size") == "2"
-        if layout == "mtp":  # which is in the target's own files
+        if layout == "mtp" and words[0] == "vllm":  # it is in the target's own files
             assert json.loads(after(words, "--speculative-config")) == {"method": "mtp", "num_speculative_tokens": 5}
             assert words[:3] == ["vllm", "serve", str(place)]
+        elif layout == "mtp":
+            assert after(words, "--model-path") == str(place)
+            assert after(words, "--speculative-algorithm") == "EAGLE"
+            assert "--speculative-draft-model-path" not in words
         if "--speculative-algorithm" in words and layout in SGLANG_ALGORITHMS:
             assert after(words, "--speculative-algorithm") == SGLANG_ALGORITHMS[layout]
             if layout in BLOCKS:

@@ -116,6 +116,7 @@ HEADS = {
     "a draft vocabulary of its own, for XPress": lambda t: make_xpress(t, VOCAB),
     "a target whose output projection has a bias, a scale or a softcap, for XPress": lambda t: make_xpress(capped(t)),
     "head.target_state before_norm": lambda t: make_mtp(t, target_state="before_norm"),
+    "head.target_state vllm": lambda t: make_mtp(t, target_state="vllm"),
     "a bias of `fc`": lambda t: make_eagle1(t, fc_bias=True),
     "input embeddings of its own": foreign,
     "a target whose output projection has a bias": lambda t: make_eagle1(biased(t)),

@@ -1,7 +1,7 @@
 """Start training from an existing head: check that the recipe's options fit it, and make the head that is trained.
 
 `DraftHead.describe` says what the head is made of. A dataclass of options says in `TRAINING` which of its fields may
-differ, in `WARM_FROM` which other methods have heads with tensors of the same names, and checks the completed options
+differ, in `ALIKE` which values of others the same tensors serve, in `WARM_FROM` which other methods have heads with tensors of the same names, and checks the completed options
 in `check_adopted`.
 """
 
@@ -49,6 +49,9 @@ def adopt_options(options: Any, head: DraftHead, target: Target, name: str, resi
     for key in (field.name for field in fields(options)):
         asked = getattr(options, key)
         if key in getattr(options, "TRAINING", ()) or key not in made_of or asked == made_of[key]:
+            continue
+        alike = getattr(options, "ALIKE", {}).get(key, ())
+        if asked is not None and asked in alike and made_of[key] in alike:
             continue
         if key == "draft_vocab_size" and asked is not None and asked >= target.vocab_size == made_of[key]:
             continue

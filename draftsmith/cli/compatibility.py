@@ -11,7 +11,6 @@ from draftsmith.foreign.weights import read_header
 from draftsmith.heads.files import all_weights_files, read_config, tensor_names
 from draftsmith.heads.formats.recognise import is_head_config, recognise
 from draftsmith.heads.record import RECORD, read_passport, read_record
-from draftsmith.stages.importing import STATES
 from draftsmith.target.folder import hash_tokenizer, local_folder
 from draftsmith.target.gguf_file import is_gguf, open_gguf
 from draftsmith.target.identity import (
@@ -114,7 +113,7 @@ def _passport(folder: Path) -> list[Check]:
         files = Check("files", "ok", f"{', '.join(passport.files)}: as draftsmith {passport.draftsmith} exported them")
     drafts = [
         f"reads the input of layers {', '.join(map(str, head.layer_ids))}" if head.layer_ids else "",
-        f"reads the target's last state {STATES[head.last_state]}" if head.last_state else "",
+        f"reads the target's last state ({head.last_state})" if head.last_state else "",
         f"{head.attention} attention" if head.attention else "",
         f"a window of {head.window} tokens" if head.window else "",
         f"{head.draft_vocab_size} tokens to draft among" if head.draft_vocab_size else "",

@@ -1,6 +1,7 @@
 """The section `evaluate` of a recipe: what is measured, on what, and how it drafts."""
 
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Literal
 
 from draftsmith.decoder.draft import LengthRule
@@ -187,7 +188,7 @@ class EvaluateSpec(FilterSpec):
         require(two, "evaluate.thinking", self.thinking, "it takes two texts, what opens thought and what closes it")
         require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
         # The same tree and rule with other thresholds would have the same name.
-        ways = {
+        ways = [
             (
                 d.tree,
                 d.children,
@@ -199,13 +200,15 @@ class EvaluateSpec(FilterSpec):
                 d.weights,
                 d.window,
                 d.acceptance,
-                tuple(d.heads),
             )
             for d in self.drafts
-        }
+        ]
         names = [draft.tree for draft in self.drafts]
         require(
-            len(ways) == len(names),
+            not any(
+                a == b and (not c.heads or not d.heads or set(c.heads) & set(d.heads))
+                for (a, c), (b, d) in combinations(zip(ways, self.drafts, strict=True), 2)
+            ),
             "evaluate.drafts",
             names,
             "the same way to draft is named twice (thresholds of typical acceptance apart)",

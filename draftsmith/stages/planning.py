@@ -186,6 +186,13 @@ def plan_stage(
     write_json(folder / "plan.json", decision_json(decision))
     write_json(folder / "routing.json", asdict(decision.rules))
     write_settings(settings, decision)
+    for name, drafter in results[0].drafters.items():
+        draft, swept = drafter.draft, len(drafter.overall.k_sweep or ())
+        if draft is not None and draft.tree is None and swept < (draft.engine_tokens or 0):
+            say(
+                f"warning: engines draft {draft.engine_tokens} tokens with {name}, the length of its block, whatever they are told: set "
+                f"evaluate.max_k to {draft.engine_tokens}, so that the plan is of that; nothing is written to start them with."
+            )
     if doubts := doubts_of(results):
         say(f"warning: measured on a busy machine, do not quote: {'; '.join(doubts)}; evaluate again with {QUIET}")
     say(f"verdict: {decision.verdict.headline}")

@@ -44,8 +44,8 @@ class DraftInfo:
     tokens that a round adds to a target pass. tree: null for a chain. lossy: its texts do not follow the target's distribution.
     parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a target that was tuned with it
     verifies its drafts. layer_ids: the target's layers that the head reads; num_heads: of Medusa; both are what engines are told.
-    engine_tokens: the draft length that they are told whatever K is planned, null where it is K. window: of the head's attention, null
-    for the one that it was trained with.
+    engine_tokens: the draft length that they are told whatever K is planned, null where it is K. exported: whether an export drafts so
+    in engines: with the window that the head was trained with, and all of its passes.
     trained_length: tokens of the longest text that the head learned from, null where that is not recorded. weights: what a head's
     are rounded to, null for as they are; weight_bytes: of these, or of the draft model's. cache_bytes: of a token in the KV cache of
     its own, 0 without one; cache_slots: what a row of it holds beyond its text. vocabulary: the tokens that a head drafts among, 0
@@ -68,7 +68,7 @@ class DraftInfo:
     cache_slots: int | None = None
     vocabulary: int | None = None
     engine_tokens: int | None = field(default=None, metadata=LATER)
-    window: int | None = field(default=None, metadata=LATER)
+    exported: bool = field(default=True, metadata=LATER)
 
     def unlike(self, other: "DraftInfo") -> str:
         """Return what makes it another drafter than `other`, as far as both say, in words that follow "has"; empty for the same."""
@@ -187,7 +187,7 @@ class SystemUnderTest:
             cache_slots=0 if cache is None else cache.capacity - 1,
             vocabulary=vocabulary,
             engine_tokens=None if self.head is None else self.head.engine_tokens,
-            window=self.window,
+            exported=self.window is None and (self.head is None or self.head.in_engines() is self.head),
         )
 
 

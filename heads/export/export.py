@@ -83,7 +83,8 @@ def export_head(
         layer_ids=tuple(head.reads.layer_ids),
         heads=getattr(head.options, "num_heads", 0),
         adapter=adapter,
-        by_batch=tuple((first, last, k and (head.engine_tokens or k)) for first, last, k in planned),
+        # A plan with a block of another length is of drafts that engines do not make.
+        by_batch=planned if head.engine_tokens is None or {k for *_, k in planned} <= {0, head.engine_tokens} else (),
         again=again or Again(),
     )
     exported = Exported(head, target, chosen, files, serving, target_note, verdict, history)

@@ -13,6 +13,7 @@ class MtpOptions(LayerOptions):
     """What an MTP head is made of. It reads the target's last hidden state, so it takes no aux layers."""
 
     TRAINING: ClassVar = frozenset({"mtp_steps", "step_keys"})
+    ALIKE: ClassVar = {"target_state": (None, "after_norm", "vllm")}
 
     mtp_steps: int = field(default=3, metadata=STEPS)
     """How many steps of its own output the head is trained on: 1 trains what targets come with, FastMTP takes 3."""

@@ -354,8 +354,9 @@ MTP = NativeSchema(
 _BEFORE_NORM = Rule(
     "head.target_state before_norm",
     "feeds the target's states behind the final norm to it",
-    "train it on with after_norm, or measure it with draftsmith evaluate",
+    "train a head with after_norm, or measure it with draftsmith evaluate",
     lambda files, target, head: head.options.target_state == "before_norm",
+    refused=True,
 )
 _AS_VLLM = Rule(
     "head.target_state vllm",
@@ -371,13 +372,12 @@ _VLLM = Served(
         _ON_THE_EXPORT,
         "vLLM 0.32 hides the first token of a text from the layer and, for targets of the classes Glm4MoeForCausalLM and "
         "Glm4MoeLiteForCausalLM, feeds it its own outputs before the final norm from the second token on: a head with "
-        "`head.target_state: vllm` is trained and measured so.",
+        "`head.target_state: vllm` is trained, measured and verified so; start it with another one and `num_speculative_tokens` 1, or "
+        "measure whether more pay.",
     ),
     needs="mtp",
 )
-_SGLANG = Served(
-    engines.start_sglang("EAGLE", native=True), (_BEFORE_NORM, _AS_VLLM), caveats=(_ON_THE_EXPORT,), needs="mtp"
-)
+_SGLANG = Served(engines.start_sglang("EAGLE", native=True), (_AS_VLLM,), caveats=(_ON_THE_EXPORT,), needs="mtp")
 LAYOUTS = (Layout("mtp", MTP, _load_export, {"vllm": _VLLM, "sglang": _SGLANG}),)
 FORMATS = (
     Format("an MTP head", 20, lambda f: any("eh_proj" in n or n == "mtp.fc.weight" for n in f.names), _unmeasured),

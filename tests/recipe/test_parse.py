@@ -190,7 +190,8 @@ def test_floors_may_be_more_than_max_k() -> None:
         ("drafts", "{tree: dynamic, confidence_threshold: 0.5}", "confidence_threshold is 0.5: only a chain takes it"),
         ("drafts", "{tree: medusa_63, children: all}", "is 'all', which is not one of"),
         ("drafts", "{tree: dynamic}, {tree: dynamic}", "the same way to draft is named twice"),
-        ("drafts", "{tree: chain, heads: [a]}, {tree: chain, heads: [a]}", "the same way to draft is named twice"),
+        ("drafts", "{tree: chain, heads: [a]}, {tree: chain, heads: [b, a]}", "the same way to draft is named twice"),
+        ("drafts", "{tree: chain, heads: [a]}, {tree: chain}", "the same way to draft is named twice"),
         ("drafts", "{tree: chain, epsilon: 0.2}", r"epsilon is 0\.2: only acceptance: typical takes it"),
         (
             "drafts",

@@ -160,6 +160,11 @@ def test_results_are_planned_for_another_machine(
     write_cost_table(tmp_path / "h200.json", table)
     assert main([*command, "--price-per-hour", "cheap"]) == 2
     assert "--price-per-hour" in capsys.readouterr().err
+    found["drafters"]["eagle3"]["draft"]["engine_tokens"] = 15  # a block of them, more than were simulated
+    (block := tmp_path / "block.json").write_text(json.dumps(found))
+    assert main(["report", str(block), *command[2:]]) == 0
+    assert "warning: engines draft 15 tokens with eagle3, the length of its block" in capsys.readouterr().err
+    assert not (tmp_path / "settings" / "vllm" / "start.sh").exists()
 
 
 def test_costs_are_a_command_of_their_own(

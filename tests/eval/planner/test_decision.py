@@ -84,14 +84,15 @@ def with_draft(made: Any, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("method", ["dflash", "xpress"])
-def test_a_head_of_one_length_is_started_with_it_whatever_is_planned(method: str) -> None:
+def test_a_head_of_one_length_is_started_with_it_or_not_at_all(method: str) -> None:
+    assert engine_settings(with_draft(decision(method=method), engine_tokens=7)) == {}, "a plan of three tokens"
     made = with_draft(decision(method=method), engine_tokens=7)
-    made.served.by_batch = ((1, 4, 3), (5, 8, 2), (9, 64, 0))
+    made.served.num_speculative_tokens, made.served.by_batch = 7, ((1, 8, 7), (9, 64, 0))
     (snippet,) = engine_settings(made)["vllm"]
     config = json.loads(re.search(r"\{.*\}", snippet.text)[0])
     assert config["num_speculative_tokens"] == 7
     steps = config.get("num_speculative_tokens_per_batch_size")
-    assert steps == (None if method == "xpress" else [[1, 4, 7], [5, 8, 7], [9, 64, 0]])
+    assert steps == (None if method == "xpress" else [[1, 8, 7], [9, 64, 0]])
 
 
 def test_a_head_of_one_length_is_planned_with_it_alone() -> None:
@@ -108,7 +109,7 @@ def test_a_head_of_one_length_is_planned_with_it_alone() -> None:
         } == lengths
 
 
-@pytest.mark.parametrize("changes", [{"window": 512}, {"weights": "int4"}, {"lossy": True}, {"tuned": True}])
+@pytest.mark.parametrize("changes", [{"exported": False}, {"weights": "int4"}, {"lossy": True}, {"tuned": True}])
 def test_what_an_export_does_not_hold_is_not_started(changes: dict[str, Any]) -> None:
     assert engine_settings(with_draft(decision(), **changes)) == {}
 

@@ -30,6 +30,20 @@ def test_every_weight_has_a_gradient(case: str, dtype: torch.dtype) -> None:
     assert not none
 
 
+def test_a_head_is_trained_on_for_another_engine() -> None:
+    """Both ways with the same tensors; states before the norm are other ones, whose head has one tensor more."""
+    target = make_target("glm4_moe", num_hidden_layers=2)
+    plain = build(MtpOptions(qk_norm=True), target, None)
+    served = restart(plain, adopt_options(MtpOptions(target_state="vllm", qk_norm=True), plain, target, ""), target)
+    assert (served.hides_first, served.feeds_normed) == (True, False)
+    assert torch.equal(served.fc.weight, plain.fc.weight)
+    assert adopt_options(MtpOptions(qk_norm=True), served, target, "").target_state == "vllm"
+    back = adopt_options(MtpOptions(target_state="after_norm", qk_norm=True), served, target, "")
+    assert restart(served, back, target).feeds_normed
+    with pytest.raises(UserError, match=r"^head.target_state is before_norm, but the head .* has vllm"):
+        adopt_options(MtpOptions(target_state="before_norm", qk_norm=True), served, target, "")
+
+
 def test_a_routing_bias_stays_exact_where_the_head_is_cast() -> None:
     kind, keys = OWN_LAYERS["deepseek"]
     target = make_target(kind, num_hidden_layers=2, **keys)

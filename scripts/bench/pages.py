@@ -101,7 +101,8 @@ def drafters(file: str) -> str:
     temperature 0."""
     found = json.loads((ROOT / file).read_text(encoding="utf-8"))
     tables, head, rows = found["temperatures"], ["drafter", "M parameters"], list[list[str]]()
-    lengths = [k for k in next(iter(tables["0"]["drafters"].values()))["tau_by_k"] if k in ("1", "3", "5", "7")]
+    swept = list(next(iter(tables["0"]["drafters"].values()))["tau_by_k"])
+    lengths = [k for k in swept if k in ("1", "3", "5", "7") or (k == swept[-1] and int(k) < 5)]
     head += [f"τ at {temperature}, K = {k}" for temperature in tables for k in lengths] + ["behind the best at 0"]
     for name, one in sorted(tables["0"]["drafters"].items(), key=lambda pair: -pair[1]["tau_simulated"]):
         taus = [at["drafters"][name]["tau_by_k"].get(k) for at in tables.values() for k in lengths]

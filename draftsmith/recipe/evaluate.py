@@ -62,6 +62,13 @@ class DraftSpec:
         """Whether children are drawn from the head's distribution."""
         return self.children == "drawn"
 
+    def is_named_by(self, other: "DraftSpec") -> bool:
+        """Whether another one drafts so for one of the same heads. The same tree and rule with other thresholds would have the same name."""
+        others = ("heads", "budgets", "floors", "epsilon", "delta")
+        one, two = ({key: x for key, x in vars(draft).items() if key not in others} for draft in (self, other))
+        together = not self.heads or not other.heads or bool(set(self.heads) & set(other.heads))
+        return one == two and together and (self.floors is None) == (other.floors is None)
+
     def rule(self, most: int) -> LengthRule | None:
         """Return where chains of at most `most` tokens end, None for chains of one length."""
         value = self.confidence_threshold
@@ -187,31 +194,8 @@ class EvaluateSpec(FilterSpec):
         two = len(self.thinking) == 2 and all(self.thinking)
         require(two, "evaluate.thinking", self.thinking, "it takes two texts, what opens thought and what closes it")
         require(bool(self.drafts), "evaluate.drafts", self.drafts, "name at least one, such as {tree: chain}")
-        # The same tree and rule with other thresholds would have the same name.
-        ways = [
-            (
-                d.tree,
-                d.children,
-                d.depth,
-                d.branching,
-                d.total_tokens,
-                d.confidence_threshold,
-                d.floors is None,
-                d.weights,
-                d.window,
-                d.acceptance,
-            )
-            for d in self.drafts
-        ]
-        names = [draft.tree for draft in self.drafts]
-        require(
-            not any(
-                a == b and (not c.heads or not d.heads or set(c.heads) & set(d.heads))
-                for (a, c), (b, d) in combinations(zip(ways, self.drafts, strict=True), 2)
-            ),
-            "evaluate.drafts",
-            names,
-            "the same way to draft is named twice (thresholds of typical acceptance apart)",
-        )
+        twice = any(one.is_named_by(other) for one, other in combinations(self.drafts, 2))
+        why = "the same way to draft is named twice (thresholds of typical acceptance apart)"
+        require(not twice, "evaluate.drafts", [draft.tree for draft in self.drafts], why)
         kinds = [baseline.kind for baseline in self.baselines]
         require(len(set(self.baselines)) == len(kinds), "evaluate.baselines", kinds, "the same one is named twice")

@@ -62,10 +62,8 @@ def import_layer(session: Session, folder: Path | None = None) -> Path:
     before = accumulate((len(sample.ids) for sample in samples), initial=0)
     samples = [sample for sample, tokens in zip(samples, before, strict=False) if tokens < _ROWS]
     rights = {state: first_drafts(head, target, samples) for state, head in heads.items()}
-    shares, rows = (
-        {state: float(right.double().mean()) for state, right in rights.items()},
-        len(next(iter(rights.values()))),
-    )
+    shares = {state: float(right.double().mean()) for state, right in rights.items()}
+    rows = len(next(iter(rights.values())))
     best = max(shares, key=lambda state: shares[state])  # the first of equals, which engines read
     measured = ", ".join(f"{share:.1%} with states {STATES[state]}" for state, share in shares.items())
     say(f"import: first drafts are the target's choice at {measured} ({rows} positions): the head reads {best}")

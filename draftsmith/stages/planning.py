@@ -191,7 +191,7 @@ def plan_stage(
         if draft is not None and draft.tree is None and swept < (draft.engine_tokens or 0):
             say(
                 f"warning: engines draft {draft.engine_tokens} tokens with {name}, the length of its block, whatever they are told: set "
-                f"evaluate.max_k to {draft.engine_tokens}, so that the plan is of that; nothing is written to start them with."
+                f"evaluate.max_k to {draft.engine_tokens}, so that the plan is of that; a plan of fewer starts none."
             )
     if doubts := doubts_of(results):
         say(f"warning: measured on a busy machine, do not quote: {'; '.join(doubts)}; evaluate again with {QUIET}")

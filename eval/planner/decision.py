@@ -214,8 +214,8 @@ _SOURCES = {"llama_cpp": "LLAMA_CPP", "tensorrt_llm": "TENSORRT_LLM"}
 
 def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     """Return what starts each engine that reads the run's own head, by its name in ENGINES; empty where the decision is to leave
-    speculation off, and for what is not served as planned: other heads, windows and weights than an export's, a block of another length, lossy drafts, and a tuned target, which the export's
-    README starts. Where a tree is fastest they are started with the fastest chain.
+    speculation off, and for what is not served as planned: other heads, windows and weights than an export's, a block of another length,
+    lossy drafts, and a tuned target, which the export's README starts. Where a tree is fastest they are started with the fastest chain.
 
     The layout is that of the recipe, as far as it holds heads of the method; whether an engine can divide this head over the GPUs is
     for the export to say."""
@@ -227,9 +227,8 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     if not rules.largest_batch or draft is None or rules.drafter not in (first, own and own.method):
         return {}
     known = layouts_of(draft.method) if is_known(draft.method) else {}
-    if draft.tree is not None or draft.lossy or draft.tuned or draft.weights or not draft.exported or not known:
-        return {}
-    if draft.engine_tokens not in (None, rules.num_speculative_tokens):
+    held = draft.exported and draft.tree is None and not (draft.lossy or draft.tuned or draft.weights)
+    if not known or not held or draft.engine_tokens not in (None, rules.num_speculative_tokens):
         return {}
     layout = known.get(export.layout or "") or known[default_layout(draft.method, result.target.path)]
     target = str(SHIPPED) if result.target.path == "embedded" else result.target.path

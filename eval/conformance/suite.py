@@ -42,7 +42,7 @@ from draftsmith.eval.conformance.recorded_drafts import (
 from draftsmith.eval.conformance.spec import Spec, pack, tiny_target, train_briefly
 from draftsmith.eval.drafters.system import head_system, with_window
 from draftsmith.eval.simulate.acceptance import chances
-from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.eval.simulate.texts import head_simulator
 from draftsmith.heads.base import DraftHead, drafting, supervised_rows
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.export.export import agree, export_head
@@ -73,12 +73,6 @@ def check_drawn_as_named(spec: Spec) -> None:
     require(not draws or drawn_from(draws), "sampled drafts are not drawn from the probabilities that they name")
 
 
-def check_simulation(spec: Spec) -> None:
-    """Check that the acceptance computed from the training pass is the decoder's: exactly at temperature 0, within the
-    sampling error at 1."""
-    _same_rounds(spec)
-
-
 def check_ends(spec: Spec) -> None:
     """Check that drafts end where a rule says so by the training pass, in some places and not in others; heads whose drafter takes no
     rule pass."""
@@ -97,7 +91,7 @@ def check_ends(spec: Spec) -> None:
         # Between two of them, so that rounding moves none.
         floors.append(float(reached[step.rows].sort().values[middle - 1 : middle + 1].mean()))
     require(max(floors) < 1, f"every token is certain to be accepted{LEARN}")
-    _same_rounds(spec, LengthRule(tuple(floors)))
+    check_simulation(spec, LengthRule(tuple(floors)))
 
 
 def check_window(spec: Spec) -> None:
@@ -109,12 +103,13 @@ def check_window(spec: Spec) -> None:
     with torch.no_grad(), drafting(head, narrow):
         pairs = zip(head(batch, spec.length).steps, narrow(batch, spec.length).steps, strict=True)
         require(not all(agree(a.logits, b.logits) for a, b in pairs), "a narrow window changes no logits")
-    _same_rounds(spec, head=narrow)
+    check_simulation(spec, head=narrow)
 
 
-def _same_rounds(spec: Spec, rule: LengthRule | None = None, head: DraftHead | None = None) -> None:
-    """Require that decoding takes the rounds that the training pass predicts. rule: ends drafts early; how many tokens those have
-    is predicted for heads that draft by the text alone. head: with a window, None for the head as it is."""
+def check_simulation(spec: Spec, rule: LengthRule | None = None, head: DraftHead | None = None) -> None:
+    """Check that the acceptance computed from the training pass is the decoder's: exactly at temperature 0, within the
+    sampling error at 1. rule: ends drafts early; how many tokens those have is predicted for heads that draft by the text
+    alone. head: with a window, None for the head as it is."""
     where = " with a window" if head is not None else "" if rule is None else " where a rule ends drafts"
     k, head = spec.length, head or spec.deployed
     requests = spec.requests[:: 3 if where else 1]
@@ -123,7 +118,7 @@ def _same_rounds(spec: Spec, rule: LengthRule | None = None, head: DraftHead | N
         drafter = system.make(k)
         generations = decode_batch(spec.verifier, drafter, requests, sampling, rows=16).generations
         decoded = [tally_generation(g, k) for g in generations]
-        found = simulate_generations(spec.verifier, head, generations, sampling, k, rule=rule).tallies
+        found = head_simulator(head, rule=rule)(spec.verifier, generations, sampling, k).tallies
         simulated = [t[k - 1] for t in found]
         enough = bool(where) or bool(total(decoded, k).accepted_K[0] >= FEW)
         require(enough, f"fewer than {FEW} drafts were accepted at {sampling}{LEARN}")

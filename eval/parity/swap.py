@@ -20,7 +20,7 @@ from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.results.intervals import Interval
-from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.eval.simulate.texts import head_simulator
 from draftsmith.heads.base import DraftHead
 from draftsmith.target.target import Target
 
@@ -67,7 +67,7 @@ def swap(own: Side, served: Side, requests: Sequence[Request], tokens: int) -> S
     counts: dict[Combination, np.ndarray] = {}
     for texts, states, head in product((False, True), repeat=3):
         side = sides[states]
-        found = simulate_generations(side.target, side.heads[head], answers[texts], greedy, tokens)
+        found = head_simulator(side.heads[head])(side.target, answers[texts], greedy, tokens)
         pairs = {
             g.request.sample_id: (tally[-1].tokens, tally[-1].rounds)
             for g, tally in zip(answers[texts], found.tallies, strict=True)

@@ -112,21 +112,6 @@ def head_simulator(
     return Simulator(accept, layers, tree.levels if isinstance(tree, StaticTree) else None, tuple(budgets))
 
 
-def simulate_generations(
-    target: Target,
-    head: DraftHead,
-    generations: Sequence[Generation],
-    sampling: Sampling,
-    max_k: int,
-    *,
-    tree: StaticTree | DynamicTree | None = None,
-    greedy_drafts: bool = False,
-    rule: LengthRule | None = None,
-) -> Simulation:
-    """Simulate the drafts of `head` on finished answers, see `head_simulator` and `simulate_together`."""
-    return head_simulator(head, tree=tree, greedy_drafts=greedy_drafts, rule=rule)(target, generations, sampling, max_k)
-
-
 @torch.no_grad()
 def simulate_together(
     target: Target, generations: Sequence[Generation], sampling: Sampling, drafters: Sequence[tuple[Simulator, int]]

@@ -17,7 +17,7 @@ from draftsmith.decoder.drafters.known_acceptance import KnownAcceptance
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.simulate.texts import simulate_generations, to_sample
+from draftsmith.eval.simulate.texts import head_simulator, to_sample
 from draftsmith.heads.eagle.base import EagleDrafter
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head, build
@@ -117,7 +117,7 @@ def test_simulation_predicts_sampled_decoding(sampling: Sampling, greedy_drafts:
     drafter = EagleDrafter(head, 3, greedy_drafts=greedy_drafts)
     found = decode_batch(target, drafter, spread_requests(8), sampling).generations
     decoded = [tally_generation(g, 3) for g in found]
-    by_k = simulate_generations(target, head, found, sampling, 3, greedy_drafts=greedy_drafts)
+    by_k = head_simulator(head, greedy_drafts=greedy_drafts)(target, found, sampling, 3)
     simulated = [t[2] for t in by_k.tallies]
     errors = [d.rounds - s.rounds for d, s in zip(decoded, simulated, strict=True)]
     assert total(decoded, 3).accepted_K[0] > (0 if greedy_drafts else 20), "too few accepted drafts to mean something"
@@ -147,7 +147,7 @@ def test_a_repetition_penalty_changes_greedy_texts_alike_with_and_without_drafts
         assert [g.output_ids for g in drafted] == [g.output_ids for g in alone]
         if not shape:
             decoded = total([tally_generation(g, 4) for g in drafted], 4)
-            simulation = simulate_generations(target, head, drafted, sampling, 4)
+            simulation = head_simulator(head)(target, drafted, sampling, 4)
             assert simulation.off_text == 0
             assert decoded.tau == pytest.approx(total([t[3] for t in simulation.tallies], 4).tau, abs=1e-9)
 
@@ -158,7 +158,7 @@ def test_rounding_at_the_edge_of_a_filter_is_not_taken_for_a_foreign_text(sampli
     exact, head = trained(sampling=Sampling(1.0))
     target = Target(copy.deepcopy(exact.model).to(torch.bfloat16), path="tiny", fingerprint="0")
     found = decode_batch(target, TargetAlone(), spread_requests(6, 48), sampling).generations
-    simulation = simulate_generations(target, copy.deepcopy(head).to(torch.bfloat16), found, sampling, 2)
+    simulation = head_simulator(copy.deepcopy(head).to(torch.bfloat16))(target, found, sampling, 2)
     tokens = sum(len(g.output_ids) - 1 for g in found)
     assert simulation.off_text < 0.05 * tokens
     assert total([t[1] for t in simulation.tallies], 2).tokens == tokens

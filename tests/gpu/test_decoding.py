@@ -11,7 +11,7 @@ from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling, row_key
 from draftsmith.decoder.selfcheck import check_decoding
 from draftsmith.decoder.trees import DynamicTree, StaticTree
-from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.eval.simulate.texts import head_simulator
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.registry import methods
@@ -85,7 +85,7 @@ def test_greedy_texts_are_the_targets_and_tau_is_as_simulated(method, tree):
     here = decode_batch(make_target("cpu"), TargetAlone(), make_requests(), Sampling()).generations
     assert [g.output_ids for g in alone] == [g.output_ids for g in here], "the CPU's texts in fp32"
     decoded = total((tally_generation(g, 3) for g in drafted), 3)
-    simulated = simulate_generations(target, trained(method), drafted, Sampling(), 3, tree=tree).tallies
+    simulated = head_simulator(trained(method), tree=tree)(target, drafted, Sampling(), 3).tallies
     assert decoded.tau > 1.05, "a head that is never right would make this test easy"
     assert decoded.tau == pytest.approx(total((t[2] for t in simulated), 3).tau, abs=1e-9)
 
@@ -96,7 +96,7 @@ def test_sampled_answers_come_out_whole(method, tree):
     target = make_target()
     drafted = answer(target, method, tree, sampling)
     assert all(g.finish_reason in ("eos", "length") and g.output_ids for g in drafted)
-    simulated = simulate_generations(target, trained(method), drafted, sampling, 3, tree=tree)
+    simulated = head_simulator(trained(method), tree=tree)(target, drafted, sampling, 3)
     assert simulated.off_text <= 1
     assert [g.output_ids for g in answer(target, method, tree, sampling)] == [g.output_ids for g in drafted]
 
@@ -120,7 +120,7 @@ def test_bf16_decodes_what_it_accepts(method, tree):
     drafter = methods()[method].make_drafter(half, 3, **({} if tree is None else {"tree": tree}))
     drafted = decode_batch(target, drafter, make_requests(), Sampling()).generations
     decoded = total((tally_generation(g, 3) for g in drafted), 3)
-    simulated = simulate_generations(target, half, drafted, Sampling(), 3, tree=tree).tallies
+    simulated = head_simulator(half, tree=tree)(target, drafted, Sampling(), 3).tallies
     assert decoded.tau == pytest.approx(total((t[2] for t in simulated), 3).tau, rel=0.15)
 
 

@@ -24,7 +24,7 @@ from draftsmith.decoder.selfcheck import check_decoding
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError
-from draftsmith.eval.simulate.texts import draft_model_simulator, simulate_generations
+from draftsmith.eval.simulate.texts import draft_model_simulator, head_simulator
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
@@ -127,7 +127,7 @@ def test_simulation(name: str) -> None:
     def simulate(device: str) -> list[float]:
         target = make_target(device)
         if method:
-            found = simulate_generations(target, head_of(target, method), texts, sampling, 3, tree=options.get("tree"))
+            found = head_simulator(head_of(target, method), tree=options.get("tree"))(target, texts, sampling, 3)
         else:
             found = draft_model_simulator(small_model(target))(target, texts, sampling, 3)
         return [tally.rounds for by_k in found.tallies for tally in by_k]

@@ -19,7 +19,7 @@ from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import StaticTree, load_tree, read_origin
 from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.results.result import Costs, read_result
-from draftsmith.eval.simulate.texts import simulate_generations, to_sample
+from draftsmith.eval.simulate.texts import head_simulator, to_sample
 from draftsmith.eval.tree_search.search import TextRanks, TreeCosts, find_trees, measure_tree, read_ranks
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import methods
@@ -144,7 +144,7 @@ def test_ranks_give_the_accepted_length_that_the_simulation_gives(workplace: Pat
     assert set(texts.conversations) == {"talk", *map(str, range(3, 11))}
     for choices in ([[0], [1], [0, 0], [1, 0], [0, 0, 0]], [[0], [0, 3], [0, 3, 1]], [[rank] for rank in range(20)]):
         tree = StaticTree.of("some", choices)
-        simulation = simulate_generations(target, head, decoded.generations, Sampling(0.3), tree.depth, tree=tree)
+        simulation = head_simulator(head, tree=tree)(target, decoded.generations, Sampling(0.3), tree.depth)
         tau = total((tallies[-1] for tallies in simulation.tallies), tree.depth).tau
         assert measure_tree(tree, texts) == pytest.approx(tau, abs=1e-12)
 

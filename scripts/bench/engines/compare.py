@@ -37,7 +37,7 @@ from draftsmith.eval.engines.llama_cpp import (
     counted_by_llama_cpp,
 )
 from draftsmith.eval.engines.vllm_client import VllmRun, VllmSettings, run_vllm
-from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.eval.simulate.texts import head_simulator
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.registry import find_method
 from draftsmith.progress import say
@@ -100,8 +100,8 @@ class OurSide:
 
     def simulate(self, generations: Sequence[Generation], sampling: Sampling, greedy_drafts: bool) -> list[Tally]:
         """Simulate the drafts on finished answers; return the expected tally of every answer."""
-        found = simulate_generations(
-            self.target, self.candidate.head, generations, sampling, self.K, greedy_drafts=greedy_drafts
+        found = head_simulator(self.candidate.head, greedy_drafts=greedy_drafts)(
+            self.target, generations, sampling, self.K
         )
         return [tallies[self.K - 1] for tallies in found.tallies]
 

@@ -10,7 +10,7 @@ from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import LengthRule, TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.conformance.spec import tiny_target
-from draftsmith.eval.simulate.texts import simulate_generations, to_sample
+from draftsmith.eval.simulate.texts import head_simulator, to_sample
 from draftsmith.eval.tree_search.lengths import (
     NEVER,
     TextChances,
@@ -57,9 +57,7 @@ def test_any_floors_take_the_rounds_that_their_simulation_has(name: str, tempera
     for floors in ((middle, middle, 0.0), (0.0, middle / 2, middle), fixed(2, 3), (NEVER,) * 3):
         spent = texts.spent(floors, lambda drafted: 1.0 + drafted)
         rule = LengthRule(floors)
-        tally = total(
-            (one[-1] for one in simulate_generations(target, head, decoded, sampling, 3, rule=rule).tallies), 3
-        )
+        tally = total((one[-1] for one in head_simulator(head, rule=rule)(target, decoded, sampling, 3).tallies), 3)
         assert spent.tau == pytest.approx(tally.tau, abs=1e-6)
         assert spent.drafted == pytest.approx(tally.drafted / tally.rounds, abs=1e-6)
         assert spent.ms == pytest.approx((tally.rounds + tally.drafted) / tally.tokens, abs=1e-6)

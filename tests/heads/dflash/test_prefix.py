@@ -15,7 +15,7 @@ from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.parity.bundle import make_bundle
-from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.eval.simulate.texts import head_simulator
 from draftsmith.heads.dflash.head import DFlashDrafter, DFlashOptions
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
@@ -81,7 +81,7 @@ def test_one_simulation_tells_the_acceptance_of_every_length() -> None:
     """The first tokens of a draft are of the first pass, whatever its length; the others of the second."""
     target, head, _ = trained("dflash", variable_prefix=1)
     decoded = {k: decode_batch(target, DFlashDrafter(head, k), requests(8), Sampling()).generations for k in (1, 2, 3)}
-    simulated = simulate_generations(target, head, decoded[3], Sampling(), 3).tallies
+    simulated = head_simulator(head)(target, decoded[3], Sampling(), 3).tallies
     for k, generations in decoded.items():
         assert [g.output_ids for g in generations] == [g.output_ids for g in decoded[3]]
         tau = total([tally_generation(g, k) for g in generations], k).tau

@@ -14,7 +14,7 @@ from draftsmith.decoder.draft import DecodeState, NewTokens
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree
 from draftsmith.errors import UserError
-from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.eval.simulate.texts import head_simulator
 from draftsmith.heads.block import BlockOptions
 from draftsmith.heads.dflash2.head import DFlash2Drafter, DFlash2Options, GroupedConv, build
 from draftsmith.heads.losses.divergences import Teacher, choose
@@ -108,7 +108,7 @@ def test_each_draft_length_has_a_pass_of_its_own() -> None:
     shorter, longer = (head(batch, k).steps[0].logits for k in (1, 3))
     assert not torch.equal(shorter.argmax(-1), longer.argmax(-1))
     decoded = {k: decode_batch(target, DFlash2Drafter(head, k), requests(8), Sampling()).generations for k in (1, 2, 3)}
-    simulated = simulate_generations(target, head, decoded[3], Sampling(), 3).tallies
+    simulated = head_simulator(head)(target, decoded[3], Sampling(), 3).tallies
     for k, generations in decoded.items():
         assert [g.output_ids for g in generations] == [g.output_ids for g in decoded[3]]
         tau = total([tally_generation(g, k) for g in generations], k).tau

@@ -6,7 +6,7 @@ import torch
 from draftsmith.decoder.answers import tally_generation, total
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.eval.simulate.texts import head_simulator
 from draftsmith.heads.dflash.head import DFlashDrafter
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from tests.heads.blocks import LOSSES, make_head, make_target, packed, requests, trained
@@ -29,7 +29,7 @@ def test_one_pass_tells_the_acceptance_of_every_length() -> None:
     assert not head.drafts.own_pass
     assert [head.slots(k) for k in (1, 3)] == [2, 4], "which fills in no further than the draft"
     decoded = {k: decode_batch(target, DFlashDrafter(head, k), requests(8), Sampling()).generations for k in (1, 2, 3)}
-    simulated = simulate_generations(target, head, decoded[3], Sampling(), 3).tallies
+    simulated = head_simulator(head)(target, decoded[3], Sampling(), 3).tallies
     for k, generations in decoded.items():
         assert [g.output_ids for g in generations] == [g.output_ids for g in decoded[3]]
         tau = total([tally_generation(g, k) for g in generations], k).tau

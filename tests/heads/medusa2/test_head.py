@@ -21,7 +21,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.clocks.turns import run_systems
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.eval.measure.texts import Originals, check_lossless, collect_texts, compare_targets, distinct
-from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.eval.simulate.texts import head_simulator
 from draftsmith.eval.tree_search.search import FoundTree, measure_tree_costs
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.export.tuned import write_adapter, write_merged
@@ -247,8 +247,8 @@ def test_training_scores_drafts_by_the_tuned_target(sampling: Sampling) -> None:
     deployed = head.deployed(target).eval()
     verifier = deployed.verifier(target)
     own = decode_batch(verifier, TargetAlone(), requests(6, 12), sampling).generations
-    expected = simulate_generations(verifier, deployed, own, sampling, 3).tallies
-    found = simulate_generations(target, head, own, sampling, 3).tallies
+    expected = head_simulator(deployed)(verifier, own, sampling, 3).tallies
+    found = head_simulator(head)(target, own, sampling, 3).tallies
     assert [t[2].tau for t in found] == pytest.approx([t[2].tau for t in expected], abs=1e-9)
     assert total((t[2] for t in found), 3).tau > 1.0
 

@@ -11,7 +11,7 @@ from draftsmith.decoder.answers import tally_generation, total
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
-from draftsmith.eval.simulate.texts import simulate_generations
+from draftsmith.eval.simulate.texts import head_simulator
 from draftsmith.heads.base import supervised_rows
 from draftsmith.heads.losses.head_loss import PIECE, head_loss
 from draftsmith.heads.losses.spec import LossSpec
@@ -115,7 +115,7 @@ def test_one_pass_tells_the_acceptance_of_every_length() -> None:
     shorter, longer = (head(batch, k).steps[0].logits for k in (1, 3))
     torch.testing.assert_close(shorter, longer)
     decoded = {k: decode_batch(target, XPressDrafter(head, k), requests(8), Sampling()).generations for k in (1, 2, 3)}
-    simulated = simulate_generations(target, head, decoded[3], Sampling(), 3).tallies
+    simulated = head_simulator(head)(target, decoded[3], Sampling(), 3).tallies
     for k, generations in decoded.items():
         tau = total([tally_generation(g, k) for g in generations], k).tau
         assert tau is not None

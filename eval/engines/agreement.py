@@ -7,14 +7,13 @@ sides alike (engines differ there, and no user sees it).
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 
 from draftsmith.decoder.answers import Generation, Request, Round, Tally
-from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import DecodeState, Draft, Drafter
+from draftsmith.decoder.draft import Drafter
 from draftsmith.decoder.sampling import Sampling
+from draftsmith.eval.conformance.recorded_drafts import record
 from draftsmith.target.target import Target
 
 Gap = Callable[[str, int, int, int], float]
@@ -50,38 +49,15 @@ class EngineAnswer:
         return sum(r.accepted for r in self.rounds)
 
 
-class ChainTracer:
-    """A drafter of chains that keeps the tokens of its drafts, one row at a time."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.drafts: list[tuple[int, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._drafter, name)
-
-    def start(self, rows: int, capacity: int) -> None:
-        """Begin an answer and forget the drafts of the one before."""
-        assert rows == 1
-        self.drafts = []
-        self._drafter.start(rows, capacity)
-
-    def propose(self, state: DecodeState) -> Draft:
-        """Draft, and keep the tokens that are no padding."""
-        draft = self._drafter.propose(state)
-        assert draft.is_chain
-        self.drafts.append(tuple(draft.tokens_BN[0, 1 : int(draft.nodes_B[0])].tolist()))
-        return draft
-
-
 def trace_ours(target: Target, drafter: Drafter, requests: Sequence[Request], sampling: Sampling) -> list[EngineAnswer]:
     """Answer every request alone with our decoder; return the answers with the rounds as it counts them (see
     `draftsmith.decoder.answers.Round`): a draft never exceeds what the answer may still gain, and an accepted EOS counts.
     """
-    tracer, answers = ChainTracer(drafter), []
+    answers = []
     for request in requests:
-        (answer,) = decode_batch(target, cast(Drafter, tracer), [request], sampling).generations
-        rounds = (EngineRound(d, r.accepted) for d, r in zip(tracer.drafts, answer.rounds, strict=True))
+        decoded, (drafts,) = record(target, drafter, [request], sampling)
+        (answer,) = decoded.generations
+        rounds = (EngineRound(d.tokens, r.accepted) for d, r in zip(drafts, answer.rounds, strict=True))
         answers.append(EngineAnswer(request.sample_id, tuple(answer.output_ids), tuple(rounds)))
     return answers
 

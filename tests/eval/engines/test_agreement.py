@@ -4,23 +4,20 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
 
 from draftsmith.decoder.answers import Request, tally_generation, total
-from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import Drafter
 from draftsmith.eval.engines.agreement import (
     AgreementRow,
-    ChainTracer,
     Counts,
     EngineAnswer,
     EngineRound,
     count,
     ratio_error,
     to_generations,
+    trace_ours,
     within_text,
 )
 from draftsmith.heads.base import DraftHead
@@ -145,14 +142,8 @@ def test_a_token_that_differs_is_listed_and_excused_where_it_is_a_close_call(
 
 def sampled_answers(side: OurSide) -> list[EngineAnswer]:
     """Answers at temperature 1 with greedy drafts, as vLLM makes them."""
-    tracer, found = ChainTracer(side.drafter(greedy_drafts=True)), []
-    for request in side.requests:
-        (answer,) = decode_batch(
-            side.target, cast(Drafter, tracer), [replace(request, key=request.key + 9)], SAMPLED
-        ).generations
-        rounds = [EngineRound(d, r.accepted) for d, r in zip(tracer.drafts, answer.rounds, strict=True)]
-        found.append(EngineAnswer(request.sample_id, tuple(answer.output_ids), tuple(rounds)))
-    return found
+    requests = [replace(request, key=request.key + 9) for request in side.requests]
+    return trace_ours(side.target, side.drafter(greedy_drafts=True), requests, SAMPLED)
 
 
 @pytest.mark.slow

@@ -67,12 +67,13 @@ def move(value: Any, device: torch.device | str) -> Any:
         return taken[0]
 
     # Towards the CPU a copy must be waited for: its memory would be read before it is filled.
-    if device.type == "cpu" or not _on_cpu(value):
+    if device.type == "cpu" or any(x.device.type != "cpu" for x in tensors_of(value)):
         return map_tensors(lambda x: x.to(device, non_blocking=device.type != "cpu"), value)
     return upload(lay(value, take), taken[0], device)
 
 
-def _on_cpu(value: Any) -> bool:
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors of a dataclass or tuple, and of those in it."""
     found: list[Tensor] = []
     map_tensors(lambda x: found.append(x) or x, value)  # type: ignore[func-returns-value]
-    return all(x.device.type == "cpu" for x in found)
+    return found

@@ -8,7 +8,7 @@ Shapes: B rows.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from draftsmith.data.memory import map_tensors, tensors_of
 from draftsmith.decoder.sampling import Noise
 from draftsmith.progress import say
 from draftsmith.target.pretrained import is_close
@@ -107,26 +108,27 @@ class Graph(Generic[T]):
         with torch.cuda.stream(aside):
             self._oracle = body(self._noise, *self._given)  # also lets libraries allocate what they keep
         now.wait_stream(aside)
-        kept = [outputs.like(place, x) for place, x in enumerate(_tensors(self._oracle))]
-        self.made: T = _rebuilt(self._oracle, iter(kept))
+        kept = [outputs.like(place, x) for place, x in enumerate(tensors_of(self._oracle))]
+        places = iter(kept)
+        self.made: T = map_tensors(lambda _: next(places), self._oracle)
         self._graph, reads = torch.cuda.CUDAGraph(), _Reads()
         # The products' workspace lies in the graph's own memory then, which no other graph takes along when it goes.
         _forget_workspaces()
         # Other threads may go on meanwhile.
         with torch.cuda.graph(self._graph, pool=pool, stream=aside, capture_error_mode="thread_local"), reads:
             # What the work makes itself goes back to the pool, for the next graph's.
-            for into, value in zip(kept, _tensors(body(self._noise, *self._given)), strict=True):
+            for into, value in zip(kept, tensors_of(body(self._noise, *self._given)), strict=True):
                 into.copy_(value)
         self._reads = reads.found
         _forget_workspaces()
 
     def check(self, dtype: torch.dtype, *, exact: bool) -> None:
         """Raise RuntimeError where it does not compute what its kernels do one by one. See `Graphs`."""
-        made = list(_tensors(self.made))
+        made = tensors_of(self.made)
         for ours in made:  # with what a graph without kernels would leave
             ours.fill_(torch.nan if ours.is_floating_point() else -1)
         self._graph.replay()
-        for ours, theirs in zip(made, _tensors(self._oracle), strict=True):
+        for ours, theirs in zip(made, tensors_of(self._oracle), strict=True):
             if theirs.is_floating_point():
                 expected = theirs.to(dtype)
                 same = not expected.numel() or not bool(expected.isfinite().all()) or is_close(ours, expected)
@@ -211,24 +213,6 @@ def _leaves(x: Any) -> Iterator[Tensor]:
         yield x
     for y in x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ():
         yield from _leaves(y)
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a dataclass, and of those in it."""
-    if isinstance(x, Tensor):
-        yield x
-    elif is_dataclass(x):
-        for field in fields(x):
-            yield from _tensors(getattr(x, field.name))
-
-
-def _rebuilt(x: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return a dataclass with other tensors."""
-    if isinstance(x, Tensor):
-        return next(tensors)
-    if not is_dataclass(x) or isinstance(x, type) or not any(True for _ in _tensors(x)):
-        return x
-    return replace(x, **{field.name: _rebuilt(getattr(x, field.name), tensors) for field in fields(x)})
 
 
 def _forget_workspaces() -> None:

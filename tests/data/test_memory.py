@@ -1,12 +1,11 @@
 """Dataclasses of tensors in one piece of memory."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.data.memory import ALIGNMENT, lay, map_tensors, move
+from draftsmith.data.memory import ALIGNMENT, lay, move, tensors_of
 from tests.pretended_gpu.cuda import pretended_gpu
 
 
@@ -30,12 +29,6 @@ def example() -> Outer:
     return Outer(x, Inner(some, ((1, 2), (3, 4))), None, "text")
 
 
-def tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(lambda x: found.append(x) or x, value)  # type: ignore[func-returns-value]
-    return found
-
-
 def test_tensors_are_laid_into_one_piece_aligned_and_each_once() -> None:
     value, pieces = example(), []
 
@@ -45,14 +38,14 @@ def test_tensors_are_laid_into_one_piece_aligned_and_each_once() -> None:
 
     laid = lay(replace(value, none=torch.empty(5, device="meta")), take)
     assert (laid.inner.pairs, laid.text) == (value.inner.pairs, "text")
-    assert all(torch.equal(a, b) for a, b in zip(tensors(laid.inner), tensors(value.inner), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(laid.inner), tensors_of(value.inner), strict=True))
     assert laid.x is laid.inner.some[0]
     assert laid.none.shape == (5,)
     assert laid.none.device.type == "cpu"
     assert laid.none.view(torch.uint8).eq(7).all(), "a place without values is left alone"
     (piece,) = pieces
     assert len(piece) == 5 * ALIGNMENT
-    for x in tensors(laid):
+    for x in tensors_of(laid):
         assert x.untyped_storage().data_ptr() == piece.data_ptr()
         assert x.storage_offset() * x.itemsize % ALIGNMENT == 0
 
@@ -61,11 +54,11 @@ def test_what_lies_on_the_cpu_takes_one_copy_to_a_device() -> None:
     value = example()
     with pretended_gpu() as gpu:
         there = move(value, "cuda")
-        assert all(x.is_cuda for x in tensors(there))
+        assert all(x.is_cuda for x in tensors_of(there))
         assert len(gpu.counts.copies) == 1
         assert gpu.counts.waits == []
         back = move(there, "cpu")
-        assert all(torch.equal(a, b) for a, b in zip(tensors(back), tensors(value), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(tensors_of(back), tensors_of(value), strict=True))
         gpu.counts.clear()
         again = move(replace(there, none=torch.ones(2)), "cuda")
         assert again.none.is_cuda

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftsmith.data.memory import tensors_of
 from draftsmith.decoder import graphs, slots
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.cache import KVCache
@@ -218,7 +219,7 @@ def test_graphs_and_buffers_stay_from_batch_to_batch(gpu: Any) -> None:
 
 def bytes_of_outputs(passes: Passes) -> int:
     """Bytes of the device that graphs keep for what they return."""
-    found = {x.memory: x.memory.size for graph in passes._graphs.held.values() for x in graphs._tensors(graph.made)}  # type: ignore[attr-defined]
+    found = {x.memory: x.memory.size for graph in passes._graphs.held.values() for x in tensors_of(graph.made)}  # type: ignore[attr-defined]
     return sum(found.values())
 
 

@@ -15,7 +15,7 @@ from draftsmith.data.batch import TrainBatch, collate
 from draftsmith.data.features import extract as extraction
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.data.features.store import FeatureSource, FeatureStore
-from draftsmith.data.memory import map_tensors
+from draftsmith.data.memory import map_tensors, tensors_of
 from draftsmith.decoder.sampling import row_key
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
@@ -70,16 +70,10 @@ def slowly(store: FeatureStore, head: DraftHead, seed: int) -> Iterator[TrainBat
         yield replace(batch, plan=head.plan(batch, head.trains.steps))
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(lambda x: found.append(x) or x, value)  # type: ignore[func-returns-value]
-    return found
-
-
 def assert_equal(ours: TrainBatch, theirs: TrainBatch) -> None:
     assert ours.plan.made_for == theirs.plan.made_for
     ours, theirs = (replace(x, plan=replace(x.plan, loss=None, queries=())) for x in (ours, theirs))
-    for mine, other in zip(tensors(ours), tensors(theirs), strict=True):
+    for mine, other in zip(tensors_of(ours), tensors_of(theirs), strict=True):
         assert mine.dtype == other.dtype
         assert torch.equal(mine.cpu(), other)
 
@@ -116,7 +110,9 @@ def test_a_batch_of_a_gpu_is_one_copy_of_its_bytes_out_of_pinned_memory(workers:
             assert_equal(ours, theirs)
             gpu.counts.waits = waits
             sizes.append(ours.ids.untyped_storage().nbytes())
-            assert all(x.untyped_storage().data_ptr() == ours.ids.untyped_storage().data_ptr() for x in tensors(ours))
+            assert all(
+                x.untyped_storage().data_ptr() == ours.ids.untyped_storage().data_ptr() for x in tensors_of(ours)
+            )
         uploads = [copy for copy in gpu.counts.copies if copy.way.startswith("host to device")]
         assert {copy.way for copy in uploads} == {"host to device, pinned"}
         assert sorted(copy.size for copy in uploads) == sorted(sizes)
@@ -231,7 +227,7 @@ def test_online_batches_lie_on_the_device_of_the_training(workers: int) -> None:
         target = make_target("cuda:0")
         feed = make_feed(OnlineSource(target, samples, LAYERS), make_target("cuda:1"), workers)
         for ours, theirs in zip(batches(feed, 6), expected, strict=True):
-            assert {x.device for x in tensors(ours)} == {torch.device("cuda:1")}
+            assert {x.device for x in tensors_of(ours)} == {torch.device("cuda:1")}
             for name in ("aux", "logsumexp"):
                 torch.testing.assert_close(getattr(ours, name).cpu(), getattr(theirs, name), rtol=1e-4, atol=1e-4)
 
@@ -247,4 +243,4 @@ def test_a_batch_is_read_at_once_from_a_store_and_online(store: FeatureStore) ->
 
 
 def assert_plain(ours: TrainBatch, theirs: TrainBatch) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(tensors(ours), tensors(theirs), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(tensors_of(ours), tensors_of(theirs), strict=True))

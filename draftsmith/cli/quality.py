@@ -9,7 +9,7 @@ task sets the most tokens of an answer, and the texts at which it ends.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,10 @@ from rich.text import Text
 
 from draftsmith.data.conversations.templates import encode, render_text
 from draftsmith.decoder.answers import Request
-from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import Drafter, TargetAlone
+from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.decoder.verify import Typical
 from draftsmith.errors import UserError, one_line
-from draftsmith.eval.drafters.system import SystemUnderTest
+from draftsmith.eval.drafters.system import SystemUnderTest, Way
 from draftsmith.foreign.code import foreign_code
 from draftsmith.machine import command_line, environment_json
 from draftsmith.progress import Bar
@@ -37,31 +35,19 @@ from draftsmith.stages.drafters import at_temperature, load_heads, ways_to_draft
 from draftsmith.stages.planning import target_info
 from draftsmith.stages.session import Session
 from draftsmith.storage import write_json
-from draftsmith.target.target import Target
 
 _ALONE = TargetAlone.name
 _WAITING = 4
 """Prompts are decoded in groups of so many batches, so that rows which finish early are taken over."""
 
 
-@dataclass(frozen=True)
-class Writer:
-    """Who answers: a target with a drafter, by the name that results give it. context: tokens of a prompt and its answer, at most."""
-
-    name: str
-    target: Target
-    drafter: Drafter
-    context: int
-    typical: Typical | None = None
-
-
 class DraftedModel(LM):
     """A target and its drafter, as lm-eval asks a model. Draws are the same for every writer: they depend on the recipe's seed, the
-    task and the prompt's number in it."""
+    task and the prompt's number in it. name: as results have it. context: tokens of a prompt and its answer, at most."""
 
-    def __init__(self, session: Session, writer: Writer, sampling: Sampling) -> None:
+    def __init__(self, session: Session, name: str, way: Way, context: int, sampling: Sampling) -> None:
         super().__init__()
-        self.session, self.writer, self.sampling = session, writer, sampling
+        self.session, self.name, self.way, self.context, self.sampling = session, name, way, context, sampling
 
     @property
     def tokenizer_name(self) -> str:
@@ -79,18 +65,17 @@ class DraftedModel(LM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answer prompts; an answer ends before the first of its task's stop texts. Raises UserError for a prompt that leaves no room
         for an answer."""
-        writer, tokenizer = self.writer, self.session.tokenizer
+        tokenizer = self.session.tokenizer
         rules = [normalize_gen_kwargs(one.args[1], self.session.recipe.evaluate.max_new_tokens) for one in requests]
         seen: Counter[str] = Counter()
         asked = [self._request(one, rule["max_gen_toks"], seen) for one, rule in zip(requests, rules, strict=True)]
         order = sorted(range(len(asked)), key=lambda i: len(asked[i].prompt_ids))
         texts = [""] * len(asked)
         rows = self.session.recipe.evaluate.batch
-        with Bar(total=len(asked), desc=f"{writer.name} at T={self.sampling.temperature:g}", unit="answer") as bar:
+        with Bar(total=len(asked), desc=f"{self.name} at T={self.sampling.temperature:g}", unit="answer") as bar:
             for start in range(0, len(order), _WAITING * rows):
                 places = order[start : start + _WAITING * rows]
-                group = [asked[i] for i in places]
-                decoded = decode_batch(writer.target, writer.drafter, group, self.sampling, writer.typical, rows)
+                decoded = self.way.decode([asked[i] for i in places], self.sampling, rows)
                 for i, answer in zip(places, decoded.generations, strict=True):
                     text = tokenizer.decode(answer.output_ids, skip_special_tokens=True)
                     text = text.rpartition(self.session.recipe.evaluate.thinking[1])[2]
@@ -103,11 +88,11 @@ class DraftedModel(LM):
         name = f"{instance.task_name} {instance.doc_id}"
         seen[name] += 1  # a task may ask for several answers to a prompt
         ids = encode(self.session.tokenizer, instance.args[0])
-        room = self.writer.context - len(ids)
+        room = self.context - len(ids)
         if room < 1:
             raise UserError(
                 f"--tasks: a prompt of {instance.task_name} has {len(ids)} tokens, which leaves no room for an answer within the "
-                f"{self.writer.context} that target and head read besides a draft: name another task."
+                f"{self.context} that target and head read besides a draft: name another task."
             )
         return Request.seeded(f"{name} {seen[name]}", "tasks", ids, min(most, room), self.session.recipe.seed)
 
@@ -156,15 +141,13 @@ def measure_quality(session: Session, names: Sequence[str], limit: int | None, o
     context -= max(c.num_speculative_tokens for c in ways)
     scores: list[dict[str, Any]] = []
     for temperature, systems in by_temperature.items():
-        writers = [Writer(_ALONE, alone, TargetAlone(), context)] if systems else []
-        for c in systems:
-            drafter = c.make(c.num_speculative_tokens)
-            writers.append(Writer(c.name, c.verified_by(alone), drafter, context, c.typical))
-        for writer in writers:
-            model = DraftedModel(session, writer, spec.sampling(temperature))
+        writers = {_ALONE: Way(alone, TargetAlone())} if systems else {}
+        writers |= {c.name: c.way(alone) for c in systems}
+        for name, way in writers.items():
+            model = DraftedModel(session, name, way, context, spec.sampling(temperature))
             how = {"limit": limit, "apply_chat_template": True, "log_samples": False, "task_manager": manager}
             scored = simple_evaluate(model, tasks=list(names), **how)
-            scores += [{"temperature": temperature, "system": writer.name, **one} for one in _scores(scored)]
+            scores += [{"temperature": temperature, "system": name, **one} for one in _scores(scored)]
     settings = {"tasks": list(names), "limit": limit, "dtype": alone.dtype_name, "seed": session.recipe.seed}
     command = command_line()
     facts = {"command": command, **environment_json()}

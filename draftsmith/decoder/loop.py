@@ -250,7 +250,11 @@ class Loop:
         self.cache.append(length_b, rows_b)
         last_b1 = (length_b - 1)[:, None]
         aux_b1F, last_b1D = _at_nodes(output.aux, last_b1), _at_nodes(output.last, last_b1)
-        seen_bV = None if self.seen_BV is None else _prompt_tokens(ids_bL, length_b, self.target.vocab_size)
+        seen_bV = None
+        if self.seen_BV is not None:  # the tokens that each prompt holds
+            inside_bL = torch.arange(longest, device=device) < length_b[:, None]
+            counts_bV = torch.zeros(len(rows), self.target.vocab_size, dtype=torch.int32, device=device)
+            seen_bV = counts_bV.scatter_add_(1, ids_bL, inside_bL.int()) > 0
         # The token after a prompt is chosen by the exact rule even where drafts are accepted by a lossy one.
         nothing = Draft.chain(keys_b, keys_b.new_zeros(len(answers), 0))
         logits_b1V = self.target.head.logits(last_b1D)
@@ -308,10 +312,3 @@ def _new_tokens(
 def _at_nodes(states_BNX: Tensor, node_BD: Tensor) -> Tensor:
     """Return the states [B, D, X] at these nodes."""
     return states_BNX.gather(1, node_BD[..., None].expand(-1, -1, states_BNX.shape[-1]))
-
-
-def _prompt_tokens(ids_bL: Tensor, length_b: Tensor, vocab_size: int) -> Tensor:
-    """Return bool [b, V]: the tokens that each prompt holds."""
-    inside_bL = torch.arange(ids_bL.shape[1], device=ids_bL.device) < length_b[:, None]
-    counts_bV = torch.zeros(len(ids_bL), vocab_size, dtype=torch.int32, device=ids_bL.device)
-    return counts_bV.scatter_add_(1, ids_bL, inside_bL.int()) > 0

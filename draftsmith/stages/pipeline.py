@@ -93,7 +93,15 @@ def _make_stages(session: Session, command: str, show: Callable[[list[Path]], No
     if "export" in stages and (command == "export" or layouts_of(session.recipe.method)):
         made.export = Path(team().tell(lambda: str(export_stage(session))))
     if session.recipe.tracking.active and (made.results or made.export) and world().main:
-        _track(session)
+        # Whatever is wrong with the dashboards, what they are given is made.
+        if session.named_head is not None:
+            say("tracking: --head names a head that was not trained here, so no dashboard is given its results")
+        else:
+            try:
+                track_results(session.recipe)
+            except UserError as error:
+                where = f"The results are in {session.recipe.run_dir}"
+                say(f"warning: {error} {where}; the next export or evaluation tries again.")
     if world().main and LAUNCHED not in os.environ:  # else the process that launched this one says it
         for line in tell_offline(session.recipe):
             say(line)
@@ -131,17 +139,6 @@ def _make_features(session: Session, made: Made, *, training: bool) -> Start | N
     if ours.rank and training:
         start = prepare_training(session, made.samples)
     return start
-
-
-def _track(session: Session) -> None:
-    """Give the dashboards of the training what was made from it; whatever is wrong with them, it is made."""
-    if session.named_head is not None:
-        say("tracking: --head names a head that was not trained here, so no dashboard is given its results")
-        return
-    try:
-        track_results(session.recipe)
-    except UserError as error:
-        say(f"warning: {error} The results are in {session.recipe.run_dir}; the next export or evaluation tries again.")
 
 
 def check_redo(names: Sequence[str], command: str, recipe: Recipe) -> None:

@@ -54,6 +54,9 @@ def derive_layer_config(options: Any, target: Target) -> LlamaConfig:
     if not isinstance(width, int):
         raise UserError(f"The target {target.path} names no intermediate_size: set head.intermediate_size.")
     check_heads(heads, groups, head_dim, H)
+    epsilons = (
+        getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+    )
     return LlamaConfig(
         vocab_size=V,
         hidden_size=H,
@@ -63,7 +66,7 @@ def derive_layer_config(options: Any, target: Target) -> LlamaConfig:
         head_dim=head_dim,
         hidden_act="silu",
         max_position_embeddings=min(target.context_length, LONGEST_CONTEXT),
-        rms_norm_eps=_norm_epsilon(config),
+        rms_norm_eps=float(next((value for value in epsilons if value is not None), 1e-6)),
         rope_parameters=rope_parameters(config),
     )
 
@@ -97,13 +100,6 @@ def rope_parameters(config: Any) -> dict[str, Any]:
     if kind == "longrope":
         rope["long_factor"] = rope["short_factor"]
     return {"rope_type": "default", **rope}
-
-
-def _norm_epsilon(config: Any) -> float:
-    for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"):
-        if (value := getattr(config, name, None)) is not None:
-            return float(value)
-    return 1e-6
 
 
 def embedding_scale(target: Target) -> float:

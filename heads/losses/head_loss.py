@@ -166,9 +166,10 @@ def head_loss(
     assert output.tuned is None or draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
     with torch.autocast(device.type, enabled=False):
         size = piece_size or PIECE.get(batch.last.device.type, PIECE["cuda"])
-        teach = partial(
-            make_teacher, batch, target_head=target_head, draft_vocab=draft_vocab, labels=_labels(spec, output)
-        )
+        kinds = (spec.kind, *spec.also, *([] if output.tuned is None else [spec.tuned_kind]))
+        # Whether a loss is about the text's own tokens.
+        labels = spec.selector_labels == "data" or any(LOSSES[kind].label == "label" for kind in kinds)
+        teach = partial(make_teacher, batch, target_head=target_head, draft_vocab=draft_vocab, labels=labels)
         width = target_head.vocab_size if draft_vocab is None else len(draft_vocab)
         loss, figures = _sums(
             output, plan, teach, terms, tuned_terms, max(1, size // (width * len(output.scored))), scale
@@ -188,12 +189,6 @@ def head_loss(
         weights=figures[3].sum() if spec.divided_later else None,
         selector=figures[-2:] if chosen else None,
     )
-
-
-def _labels(spec: LossSpec, output: HeadOutput) -> bool:
-    """Whether a loss is about the text's own tokens."""
-    kinds = (spec.kind, *spec.also, *([] if output.tuned is None else [spec.tuned_kind]))
-    return spec.selector_labels == "data" or any(LOSSES[kind].label == "label" for kind in kinds)
 
 
 @torch.no_grad()

@@ -87,44 +87,6 @@ def row_loss(spec: LossSpec, kind: str | None = None) -> Callable[[Tensor, Teach
     return partial(loss.function, **{key: getattr(spec, key) for key in loss.parameters})
 
 
-def _row_terms(spec: LossSpec, batch: TrainBatch, tuned: bool) -> Callable[[Piece, Tensor, Tensor], Tensor]:
-    """Return the whole loss of rows, (rows, [R, W] log q, [R] 0 where a row is dropped) -> [R].
-
-    It sums the weighted losses of the logits, of the target's most likely tokens, of the features and of the confidence.
-    tuned: whether the head tunes the target.
-    """
-    base = row_loss(spec)
-    extra_terms = [(extra_weight, row_loss(spec, kind)) for kind, extra_weight in spec.also.items() if extra_weight]
-    confidence_weight = 1.0 if spec.confidence_weight is None else spec.confidence_weight
-
-    def loss_of(rows: Piece, log_q_RW: Tensor, kept_R: Tensor) -> Tensor:
-        teacher = rows.teacher
-        weight, feature_weight = spec.term_weights(rows.feature is not None, tuned)
-        loss_R = base(log_q_RW, teacher)
-        loss_R = loss_R if weight == 1 else weight * loss_R
-        for extra_weight, loss in extra_terms:
-            loss_R = loss_R + extra_weight * loss(log_q_RW, teacher)
-        if spec.top_k_weight:
-            loss_R = loss_R + spec.top_k_weight * top_k_ce(log_q_RW, teacher, spec.top_k)
-        if feature_weight and rows.feature is not None:
-            state_RH = batch.last.flatten(0, 1)[rows.positions].float()
-            distance_RH = F.smooth_l1_loss(rows.feature.float(), state_RH, reduction="none")
-            loss_R = loss_R + feature_weight * distance_RH.mean(-1)
-        loss_R = loss_R * kept_R
-        if rows.confidence is not None:
-            # On dropped rows too, whose drafts fail; and at weight 0, as processes that train together need a gradient of
-            # every parameter.
-            # The confidence (log-odds) learns the chance that a token of the head's distribution is accepted, sum_x min(p(x), q(x)),
-            # which gives no gradient to the distribution.
-            accepted_R = acceptance(log_q_RW.detach(), teacher)
-            loss_R = loss_R + confidence_weight * F.binary_cross_entropy_with_logits(
-                rows.confidence.float(), accepted_R, reduction="none"
-            )
-        return loss_R
-
-    return loss_of
-
-
 def loss_divisor(batch: TrainBatch, spec: LossSpec, head: DraftHead | None = None) -> Tensor:
     """Return the scalar that, summed over all ranks and micro-batches of an update, divides the sum of `loss_sum`.
 
@@ -158,11 +120,9 @@ def head_loss(
     of a target that is tuned too (output.tuned) is the original.
     """
     device, steps, plan = batch.ids.device, output.steps, _planned(output, batch, spec)
-    weights, loss_of = plan.weights, _row_terms(spec, batch, output.tuned is not None)
     warmup = spec.warmup_weight(progress)
     depth_S = plan.depths_S if warmup == 1 else plan.depths_S * warmup
-    terms = _RowTerms(spec, loss_of, weights, depth_S, progress)
-    tuned_terms = None if output.tuned is None else partial(_tuned_terms, spec, weights)
+    terms = _RowTerms(spec, batch, output.tuned is not None, plan.weights, depth_S, progress)
     assert output.tuned is None or draft_vocab is None, "a tuned target has a distribution over its whole vocabulary"
     with torch.autocast(device.type, enabled=False):
         size = piece_size or PIECE.get(batch.last.device.type, PIECE["cuda"])
@@ -171,9 +131,7 @@ def head_loss(
         labels = spec.selector_labels == "data" or any(LOSSES[kind].label == "label" for kind in kinds)
         teach = partial(make_teacher, batch, target_head=target_head, draft_vocab=draft_vocab, labels=labels)
         width = target_head.vocab_size if draft_vocab is None else len(draft_vocab)
-        loss, figures = _sums(
-            output, plan, teach, terms, tuned_terms, max(1, size // (width * len(output.scored))), scale
-        )
+        loss, figures = _sums(output, plan, teach, terms, max(1, size // (width * len(output.scored))), scale)
     figures = figures.float()
     tuned = None if output.tuned is None else figures[-4:]
     chosen = steps[0].selector is not None
@@ -224,11 +182,12 @@ class _RowTerms:
     """Makes the weighted loss and the figures of rows: (rows, [R, W] log q) -> a scalar, and by step the losses, the right guesses and the
     acceptance, then D-PACE's weights and `LossOutput.selector`, where there are such.
 
-    loss_of: see `_row_terms`. weights: see `LossPlan`. depth_S: the steps' weights. progress: see `head_loss`.
+    tuned: whether the head tunes the target. weights: see `LossPlan`. depth_S: the steps' weights. progress: see `head_loss`.
     """
 
     spec: LossSpec
-    loss_of: Callable[[Piece, Tensor, Tensor], Tensor]
+    batch: TrainBatch
+    tuned: bool
     weights: Tensor | None
     depth_S: Tensor
     progress: float
@@ -276,6 +235,35 @@ class _RowTerms:
             figures_FR = torch.stack(figures, out=into_FR)
         return total, figures_FR @ step_RS
 
+    def loss_of(self, rows: Piece, log_q_RW: Tensor, kept_R: Tensor) -> Tensor:
+        """Return [R], the weighted losses of the logits, of the target's most likely tokens, of the features and of the confidence, added up.
+        log_q_RW: of the draft. kept_R: 0 where a row is dropped."""
+        spec, teacher = self.spec, rows.teacher
+        weight, feature_weight = spec.term_weights(rows.feature is not None, self.tuned)
+        loss_R = row_loss(spec)(log_q_RW, teacher)
+        loss_R = loss_R if weight == 1 else weight * loss_R
+        for kind, extra_weight in spec.also.items():
+            if extra_weight:
+                loss_R = loss_R + extra_weight * row_loss(spec, kind)(log_q_RW, teacher)
+        if spec.top_k_weight:
+            loss_R = loss_R + spec.top_k_weight * top_k_ce(log_q_RW, teacher, spec.top_k)
+        if feature_weight and rows.feature is not None:
+            state_RH = self.batch.last.flatten(0, 1)[rows.positions].float()
+            distance_RH = F.smooth_l1_loss(rows.feature.float(), state_RH, reduction="none")
+            loss_R = loss_R + feature_weight * distance_RH.mean(-1)
+        loss_R = loss_R * kept_R
+        if rows.confidence is not None:
+            # On dropped rows too, whose drafts fail; and at weight 0, as processes that train together need a gradient of
+            # every parameter.
+            # The confidence (log-odds) learns the chance that a token of the head's distribution is accepted, sum_x min(p(x), q(x)),
+            # which gives no gradient to the distribution.
+            accepted_R = acceptance(log_q_RW.detach(), teacher)
+            weight = 1.0 if spec.confidence_weight is None else spec.confidence_weight
+            loss_R = loss_R + weight * F.binary_cross_entropy_with_logits(
+                rows.confidence.float(), accepted_R, reduction="none"
+            )
+        return loss_R
+
     def _restarted(self, piece: Piece, trained_R: Tensor) -> Tensor:
         """Return [R], the weighted losses behind a shown prefix, from whose end the steps' weights begin."""
         source, behind_R = piece.source, piece.step - piece.inputs[-1]
@@ -294,19 +282,15 @@ class _RowTerms:
         own_R = dpace(chance_R, piece.block, piece.step, piece.blocks, len(self.depth_S), self.spec)
         return piece.of_steps(self.depth_S) * own_R
 
-
-def _tuned_terms(spec: LossSpec, weights: Tensor | None, piece: Piece, log_q_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a tuned target's weighted loss, and `LossOutput.tuned`."""
-    kl_R = kl(log_q_RV, piece.teacher)
-    loss_R = kl_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, piece.teacher)
-    loss_R = loss_R if weights is None else loss_R * weights[piece.rows]
-    loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
-    same_R = log_q_RV.argmax(-1) == piece.teacher.best
-    figures = [loss.detach(), kl_R.detach().sum(), same_R.sum(), torch.ones_like(same_R).sum()]
-    return loss, torch.stack([figure.double() for figure in figures])
-
-
-_Terms = Callable[[Piece, Tensor], tuple[Tensor, Tensor]]
+    def of_tuned(self, piece: Piece, log_q_RV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a tuned target's weighted loss, and `LossOutput.tuned`."""
+        spec, kl_R = self.spec, kl(log_q_RV, piece.teacher)
+        loss_R = kl_R if spec.tuned_kind == "kl" else hard_ce(log_q_RV, piece.teacher)
+        loss_R = loss_R if self.weights is None else loss_R * self.weights[piece.rows]
+        loss = (1.0 if spec.tuned_weight is None else spec.tuned_weight) * loss_R.sum()
+        same_R = log_q_RV.argmax(-1) == piece.teacher.best
+        figures = [loss.detach(), kl_R.detach().sum(), same_R.sum(), torch.ones_like(same_R).sum()]
+        return loss, torch.stack([figure.double() for figure in figures])
 
 
 def by_projection(steps: Sequence[StepOutput]) -> list[list[int]]:
@@ -333,8 +317,7 @@ def _sums(
     output: HeadOutput,
     plan: LossPlan,
     teach: Callable[[Tensor], Teacher],
-    terms: _Terms,
-    tuned_terms: _Terms | None,
+    terms: _RowTerms,
     count: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -361,11 +344,11 @@ def _sums(
             parts = [(steps[k], k, here[k]) for k in group]
             piece = Piece(plan, parts, known, feature, confidence, number * count, count, first, inputs)
             log_q_RW = torch.log_softmax(first.projected(*inputs), -1, dtype=torch.float32)
-            if first.offset >= 0 or tuned_terms is None:
+            if first.offset >= 0:
                 loss, more = terms(piece, log_q_RW)
                 figures = more if figures is None else figures + more
             else:
-                loss, more = tuned_terms(piece, log_q_RW)
+                loss, more = terms.of_tuned(piece, log_q_RW)
                 tuned = [more]
             total = loss if total is None else total + loss
         assert figures is not None, "a head has steps"

@@ -21,6 +21,7 @@ from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, Prompts
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.engines.agreement import EngineRound
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.layers.from_target import pass_with_norm
 from draftsmith.heads.registry import find_method
 from draftsmith.target.target import Target
 
@@ -44,19 +45,8 @@ class Text:
 def read_text(target: Target, prompt: Sequence[int], answer: Sequence[int], end: int) -> Text:
     """Return a text with the states of one pass over it."""
     ids = torch.tensor([*prompt, *answer], device=target.device)
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    def note(_module: Any, given: tuple[Any, ...], output: Any) -> None:
-        if given and isinstance(given[0], Tensor) and isinstance(output, Tensor):
-            seen.append((given[0], output))
-
-    hooks = [child.register_forward_hook(note) for child in target.decoder.children()]
-    try:
-        output = target.forward(ids[None], layer_ids=tuple(range(target.num_layers)))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    before = next((given for given, made in seen if made is output.last), output.last)
+    output, given = pass_with_norm(target, ids[None], tuple(range(target.num_layers)))
+    before = next(iter(given), output.last)
     streams = output.aux[0].split(target.hidden_size, -1)
     return Text(ids, len(prompt), end, (*streams, before[0]), output.last[0])
 

@@ -4,6 +4,7 @@ that it reads embeddings at, and the weights of its final norm.
 Shapes: B rows, n tokens, Ht target hidden.
 """
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import LlamaConfig
 from draftsmith.errors import UserError
 from draftsmith.target.parts import SharedTarget, TargetParts
 from draftsmith.target.pretrained import is_close, probe_ids
-from draftsmith.target.target import Target
+from draftsmith.target.target import Target, TargetOutput
 
 # The keys that define a draft layer; the rest of a LlamaConfig is at its defaults.
 LAYER_KEYS = (
@@ -166,19 +167,8 @@ def final_norm_weight(target: Target) -> Tensor | None:
     """
     if isinstance(target, TargetParts | SharedTarget):
         return target.final_norm
-    seen: list[tuple[Tensor, Any]] = []
-
-    def note(_module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if args and isinstance(args[0], Tensor) and isinstance(output, Tensor):
-            seen.append((args[0], output))
-
-    handles = [child.register_forward_hook(note) for child in target.decoder.children()]
-    try:
-        last_BnH = target.forward(probe_ids(target)).last
-    finally:
-        for handle in handles:
-            handle.remove()
-    made = [given for given, output in seen if output is last_BnH]
+    output, made = pass_with_norm(target, probe_ids(target))
+    last_BnH = output.last
     if len(made) != 1 or made[0].shape != last_BnH.shape:
         return None
     x_BnH, y_BnH = made[0].to(last_BnH.device).float(), last_BnH.float()  # of the GPU of the last layer
@@ -186,3 +176,19 @@ def final_norm_weight(target: Target) -> Tensor | None:
     # Least squares per entry: the dtype of the target rounds every single quotient.
     weight_H = (y_BnH * unit_BnH).sum((0, 1)) / unit_BnH.square().sum((0, 1)).clamp_min(torch.finfo(torch.float32).tiny)
     return weight_H if is_close((unit_BnH * weight_H).to(target.dtype), last_BnH) else None
+
+
+def pass_with_norm(target: Target, ids: Tensor, layer_ids: tuple[int, ...] = ()) -> tuple[TargetOutput, list[Tensor]]:
+    """Return `Target.forward` of ids [B, n], and what the modules beside the layers were given [B, n, Ht] of which the last states are
+    the output: the final norm, where it is such a module."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def note(_module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        if given and isinstance(given[0], Tensor) and isinstance(output, Tensor):
+            seen.append((given[0], output))
+
+    with ExitStack() as hooks:
+        for child in target.decoder.children():
+            hooks.enter_context(child.register_forward_hook(note))
+        output = target.forward(ids, layer_ids=layer_ids)
+    return output, [given for given, made in seen if made is output.last]

@@ -146,13 +146,11 @@ class TargetLayerPass(TrainingPass):
 
     def first(self, given: LayerInput) -> Tensor:
         """Return the output [R, H] of step 0 for the rows of the plan."""
-        return self._through(given, 0)
+        return self.step(0, given)
 
     def step(self, step: int, given: LayerInput) -> Tensor:
-        """Return the output [R, H] of step 1, 2, ..."""
-        return self._through(given, step)
+        """Return the output [R, H] of step 0, 1, 2, ..."""
 
-    def _through(self, given: LayerInput, step: int) -> Tensor:
         def attending(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             q_RND, k_RGD, v_RGD = (x[0].transpose(0, 1) for x in _as_wide(q, k, v))
             if step:

@@ -115,27 +115,6 @@ class ConvLayer(PlainLayer):
         return hidden + self.mlp_conv(self.mlp(self.mlp_conv(normed, normed, 0)), normed, 1)
 
 
-class CandidateSelector(nn.Module):
-    """The scores of pairs of tokens. Parameters are named as in the published files; successor_codebook [W, r] starts at zero, so that
-    the first drafts are DFlash's."""
-
-    def __init__(self, vocab_size: int, draft_vocab_size: int, width: int, rank: int) -> None:
-        super().__init__()
-        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(draft_vocab_size, rank))
-        self.hidden_projection = nn.Linear(width, rank, bias=False)
-        nn.init.normal_(self.predecessor_codebook, std=rank**-0.5)
-
-    def queries(self, states: Tensor, before: Tensor) -> Tensor:
-        """States [..., H] and the tokens before [...] -> what the successors are compared with, [..., r]."""
-        return F.embedding(before, self.predecessor_codebook) * self.hidden_projection(states)
-
-    def rescore(self, candidates: Tensor, logits: Tensor, query: Tensor) -> Tensor:
-        """Candidates [..., C] with their logits, and queries [..., r] -> scores [..., C] in fp32."""
-        successors = F.embedding(candidates, self.successor_codebook)
-        return logits.float() + torch.einsum("...cr,...r->...c", successors.float(), query.float())
-
-
 class DFlash2Head(BlockHead):
     """The DFlash2 drafter: a block of S slots drafts S - 1 tokens, each chosen among its slot's likeliest by the one before."""
 
@@ -149,7 +128,7 @@ class DFlash2Head(BlockHead):
         """others: as of `BlockHead`."""
         super().__init__(options, config, *others)
         H, r = config.hidden_size, options.selector_rank
-        self.candidate_selector = CandidateSelector(config.vocab_size, self.width, H, r)
+        self.candidate_selector = Selector(options.selector_top_k, config.vocab_size, self.width, H, r)
         self.window = options.sliding_window
         self.drafts = replace(self.drafts, own_pass=True)
         # A codebook has the shape of an embedding, and a kernel that of a stack of vectors.
@@ -174,18 +153,12 @@ class DFlash2Head(BlockHead):
     def make_layer(self) -> PlainLayer:
         return ConvLayer(self.config, self.options)
 
-    @property
-    def selector(self) -> Selector:
-        """How a slot's token is chosen."""
-        pairs = self.candidate_selector
-        return Selector(self.options.selector_top_k, pairs.rescore, pairs.queries)
-
     def outputs(self, states: Sequence[Tensor], rows: Sequence[Tensor], batch: TrainBatch) -> list[StepOutput]:
         """The states [R_k, H] and rows [R_k] of each step -> logits, and what chooses among the likeliest."""
         every = self.candidate_selector.queries(torch.cat([*states]), torch.cat(tokens_before(batch, rows)))
         sources = zip(states, every.split([len(at) for at in rows]), strict=True)
         return [
-            StepOutput(k, at, source, self._plain, selector=self.selector)
+            StepOutput(k, at, source, self._plain, selector=self.candidate_selector)
             for k, (at, source) in enumerate(zip(rows, sources, strict=True))
         ]
 
@@ -205,12 +178,12 @@ class DFlash2Drafter(BlockDrafter):
         if self.tree is not None:
             beam = start_beam(self.tree, state.root_B, state.limit_B, run=False)
             for k in range(depth):
-                beam = head.selector.extend(beam, logits_BKW[:, k], states_BKH[:, k], head.target_ids)
+                beam = head.candidate_selector.extend(beam, logits_BKW[:, k], states_BKH[:, k], head.target_ids)
             return beam.draft()
 
         def next_logits(k: int, before_B: Tensor) -> Tensor:
             query_Br = head.candidate_selector.queries(states_BKH[:, k], before_B)
-            return head.selector.chosen(logits_BKW[:, k], states_BKH[:, k], query_Br)
+            return head.candidate_selector.chosen(logits_BKW[:, k], states_BKH[:, k], query_Br)
 
         return self.chain(state, depth, next_logits)
 

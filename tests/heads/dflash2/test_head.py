@@ -156,7 +156,8 @@ def test_a_trees_nodes_have_the_children_of_their_own_tokens() -> None:
         for path, score in level.items():
             before = torch.tensor([path[-1] if path else 7])
             query = head.candidate_selector.queries(states[:, k], before)
-            best = head.selector.chosen(head.logits(states[:, k]), states[:, k], query).log_softmax(-1)[0].topk(3)
+            scores = head.candidate_selector.chosen(head.logits(states[:, k]), states[:, k], query)
+            best = scores.log_softmax(-1)[0].topk(3)
             after |= {(*path, int(i)): score + float(p) for p, i in zip(best.values, best.indices, strict=True)}
         worth |= (level := after)
     found = [()]
@@ -193,7 +194,7 @@ def test_the_selector_learns_its_label_among_the_candidates() -> None:
     teacher_p = torch.randn(6, 160).softmax(-1)
     label = torch.tensor([int(best[0, 0]), int(best[1, 4]), 7, -1, int(best[4, 2]), 9])
     teacher = Teacher(teacher_p, teacher_p.sum(-1), torch.zeros(6), label, label)
-    found = choose(logits.log_softmax(-1), teacher, label, head.selector, [query])
+    found = choose(logits.log_softmax(-1), teacher, label, head.candidate_selector, [query])
     B = head.candidate_selector.successor_codebook.detach()
     for r in range(6):
         tokens = best[r].tolist()

@@ -38,15 +38,13 @@ class Pace:
     seconds: float = 0.0
     saved_at: float = field(default_factory=time.perf_counter)
 
-    def speed(self, tokens: int) -> float:
-        """Return the tokens per second of training since the process began, without evaluations and checkpoints."""
-        return (tokens - self.first_tokens) / max(self.seconds, 1e-9)
-
     def figures(self, tokens: int, device: torch.device) -> dict[str, float]:
-        """Return what dashboards get beside every step's record: speed, and memory, of a GPU the peak."""
+        """Return what dashboards get beside every step's record: tokens per second of training since the process began, without
+        evaluations and checkpoints, and memory, of a GPU the peak."""
         on_gpu = device.type == "cuda"
         used = torch.cuda.max_memory_allocated(device) if on_gpu else psutil.Process().memory_info().rss
-        return {"tokens_per_second": self.speed(tokens), "memory_gib": used / 2**30}
+        speed = (tokens - self.first_tokens) / max(self.seconds, 1e-9)
+        return {"tokens_per_second": speed, "memory_gib": used / 2**30}
 
 
 @dataclass(frozen=True)

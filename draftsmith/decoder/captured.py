@@ -18,7 +18,7 @@ from draftsmith.decoder.cache import BUCKET, KVCache, with_room
 from draftsmith.decoder.draft import DecodeState, Draft, NewTokens
 from draftsmith.decoder.graphs import Graphs
 from draftsmith.decoder.sampling import Noise, Sampling
-from draftsmith.decoder.slots import Slots, Tree, is_chain, run_draft, visible_slots
+from draftsmith.decoder.slots import Slots, is_chain, run_draft, visible_slots
 from draftsmith.decoder.verify import Typical, Verdict, verify
 from draftsmith.target.target import Target, TargetOutput
 
@@ -77,10 +77,9 @@ class Passes:
         target, cache = self._target, self.cache
 
         def body(_: Noise | None, tokens_BN: Tensor, lengths_B: Tensor, *given: Tensor) -> Pass:
-            depth_BN, ancestors_BNN = given or shape
-            tree = Tree(ancestors_BNN, depth_BN) if visible else None
-            slots = Slots(cache, target.config, lengths_B, nodes, visible, tree)
-            output = target.attend_by(slots.attend, tokens_BN, layer_ids, lengths_B[:, None] + depth_BN)
+            tree = given or shape
+            slots = Slots(cache, target.config, lengths_B, nodes, visible, tree if visible else None)
+            output = target.attend_by(slots.attend, tokens_BN, layer_ids, lengths_B[:, None] + tree[0])
             return Pass(output, target.head.logits(output.last))
 
         key = (visible, draft.linear, draft.tree, layer_ids)

@@ -9,7 +9,6 @@ Shapes: B rows, b some of these rows, N nodes, N heads of queries and G of keys 
 S slots. In `run_draft`: A aux layers, H target hidden.
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -38,23 +37,15 @@ def is_chain(target: Target, draft: Draft) -> bool:
     return bool(draft.linear) and shape is not None and reads_lengths(target.device, target.dtype, shape.keys.dim)
 
 
-@dataclass(frozen=True)
-class Tree:
-    """What a mask needs of a draft's shape: ancestors_BNN and depth_BN of `Draft`."""
-
-    ancestors_BNN: Tensor
-    depth_BN: Tensor
-
-
 class Slots:
     """The slots behind the cached tokens that a pass over N nodes writes, and those that each node sees.
 
-    lengths_B: cached tokens of each row, on the device. tree: None for chains that `reads_lengths` holds for. visible: see
-    `visible_slots`.
+    lengths_B: cached tokens of each row, on the device. tree: depth_BN and ancestors_BNN of `Draft`, None for chains that
+    `reads_lengths` holds for. visible: see `visible_slots`.
     """
 
     def __init__(
-        self, kv: KVCache, config: Any, lengths_B: Tensor, nodes: int, visible: int, tree: Tree | None
+        self, kv: KVCache, config: Any, lengths_B: Tensor, nodes: int, visible: int, tree: tuple[Tensor, ...] | None
     ) -> None:
         self._kv, self._config, self._visible = kv, config, visible
         rows, device = len(lengths_B), lengths_B.device
@@ -99,7 +90,8 @@ class Slots:
         # Added to the scores of the P * n queries of a head of keys: the same in every layer of a kind.
         if window not in self._masks:
             assert self._tree is not None
-            sees = place_mask(self._cached_B, self._tree.ancestors_BNN, self._visible, self._tree.depth_BN, window)
+            depth_BN, ancestors_BNN = self._tree
+            sees = place_mask(self._cached_B, ancestors_BNN, self._visible, depth_BN, window)
             added = torch.zeros(sees.shape, dtype=q.dtype, device=sees.device)
             added = added.masked_fill(~sees, torch.finfo(q.dtype).min)
             self._masks[window] = added.expand(-1, heads // G, -1, -1).reshape(len(added), 1, -1, self._visible)
@@ -186,7 +178,7 @@ def run_draft(
     # Chains in empty rows are read as any text: a mask of all pairs of a prompt's tokens would be larger than its states.
     plain = longest == 0 and draft.linear
     if not plain and rows_b is None and target.device.type == "cuda" and target.plain_pass is not None:
-        tree = None if is_chain(target, draft) else Tree(draft.ancestors_BNN, draft.depth_BN)
+        tree = None if is_chain(target, draft) else (draft.depth_BN, draft.ancestors_BNN)
         visible = visible_slots(cache, at.visible)
         slots = Slots(cache, target.config, at.lengths_B, at.count, visible, tree)
         return target.attend_by(slots.attend, draft.tokens_BN, layer_ids, at.lengths_B[:, None] + draft.depth_BN)

@@ -129,9 +129,9 @@ def measure_and_keep(evaluation: Evaluation, path: Path, kept: CostTable | None 
     )
     _not_empty(table)
     evaluation.target.agreed(lambda: write_cost_table(path, table))
-    for one in table.contradictions:
+    for text in table.contradictions.values():
         say(
-            f"warning: costs contradict each other: {one.text}, also when measured again: let nothing else run, remove {path} and run "
+            f"warning: costs contradict each other: {text}, also when measured again: let nothing else run, remove {path} and run "
             "this command again"
         )
     if (share := table.share_of_bandwidth) is not None:

@@ -91,14 +91,6 @@ class TimedServer:
 
 
 @dataclass(frozen=True)
-class Contradiction:
-    """A (batch, context) whose costs those of another context contradict, and how, a clause."""
-
-    place: tuple[int, int]
-    text: str
-
-
-@dataclass(frozen=True)
 class CostTable:
     """Costs of a target and its drafters on one machine.
 
@@ -148,8 +140,8 @@ class CostTable:
         return [name for name in self.points[0].drafters if all(name in point.drafters for point in self.points)]
 
     @property
-    def contradictions(self) -> list[Contradiction]:
-        """The places whose times cannot be right, as another context at the same batch shows.
+    def contradictions(self) -> dict[tuple[int, int], str]:
+        """The (batch, context) whose times cannot be right, as another context at the same batch shows, ascending, and how, a clause.
 
         A pass and a draft take no less time behind more tokens. What a round spends besides grows no faster than they do. What else
         runs on the machine only adds time, so the dearer of the two places is the wrong one.
@@ -168,7 +160,7 @@ class CostTable:
                     continue
                 text = f"{what} takes {ms[0]:.3g} ms behind {one.context} tokens and {ms[1]:.3g} behind {other.context}"
                 dearer.setdefault((batch, one.context), f"at batch {batch} {text}")
-        return [Contradiction(place, text) for place, text in sorted(dearer.items())]
+        return dict(sorted(dearer.items()))
 
     def _parts(self, points: Sequence[CostPoint], point: CostPoint, name: str) -> tuple[float, float]:
         """Return what the steps of a round take at a point, of the longest draft that all `points` have, and what the rest does."""
@@ -189,7 +181,7 @@ class CostTable:
 
     def settled(self, measure: Callable[[int, int], CostPoint], places: Collection[tuple[int, int]]) -> "CostTable":
         """Return the table with those of `places` that contradict others measured again, where that found them cheaper."""
-        again = {one.place: measure(*one.place) for one in self.contradictions if one.place in places}
+        again = {place: measure(*place) for place in self.contradictions if place in places}
         points = (min(p, again.get((p.batch, p.context), p), key=lambda p: p.total_ms) for p in self.points)
         return replace(self, points=tuple(points))
 

@@ -144,7 +144,8 @@ def find_flaws(plan: Plan, option: Option, checks: Sequence[Check], *, timed: bo
                 costs,
             )
             break
-    yield from (Flaw(one.text, costs) for one in plan.table.contradictions if one.place == (plan.batch, plan.context))
+    if contradicted := plan.table.contradictions.get((plan.batch, plan.context)):
+        yield Flaw(contradicted, costs)
 
 
 _CLOSE = 0.15
@@ -198,7 +199,7 @@ def decide(
     off = max((c for c in checks if c.far and c.text not in said), key=lambda c: abs(c.difference), default=None)
     doubts = [*doubts, *([off.text] if off else [])]
     reasons = [*_figures(plan, best), *(f"The clock: {doubt}." for doubt in doubts)]
-    if others := [one.text for one in plan.table.contradictions if one.text not in said]:
+    if others := [text for text in plan.table.contradictions.values() if text not in said]:
         more = f", and {len(others) - 1} more" if len(others) > 1 else ""
         reasons.append(f"Costs contradict each other: {others[0]}{more}.")
     if doubts and any(abs(gain / PAYS - 1) < _CLOSE for gain in gains):

@@ -13,7 +13,7 @@ whether drafts survived. For one slot this is temperature scaling (Guo et al., "
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -111,8 +111,8 @@ class DSparkHead(BlockHead):
             return odds[rows].cpu(), c_BLK.flatten(0, 1)[rows].cpu(), half.cpu()
 
         fitted = calibrate(*(torch.cat(parts) for parts in zip(*passes(look), strict=True)))
-        self.temperatures.copy_(torch.tensor(fitted.temperatures))
-        return asdict(fitted)
+        self.temperatures.copy_(torch.tensor(fitted["temperatures"]))
+        return fitted
 
 
 class DSparkDrafter(BlockDrafter):
@@ -134,22 +134,11 @@ class DSparkDrafter(BlockDrafter):
         return self.chain(state, depth, next_logits, None if head.confidence_head is None else chance)
 
 
-@dataclass(frozen=True)
-class Calibrated:
-    """What the fit gave, a number per slot.
+def calibrate(log_odds_MS: Tensor, accepted_MS: Tensor, half_M: Tensor) -> dict[str, list[Any]]:
+    """Fit the temperatures and measure the errors; return what the fit gave, a number per slot.
 
     temperatures: what log-odds are divided by. before, after: the expected calibration error of the survival, uncalibrated and
     calibrated; for `after` each half of the texts has the temperatures fitted on the other half. rows: how many rows were fitted.
-    """
-
-    temperatures: list[float]
-    before: list[float]
-    after: list[float]
-    rows: list[int]
-
-
-def calibrate(log_odds_MS: Tensor, accepted_MS: Tensor, half_M: Tensor) -> Calibrated:
-    """Fit the temperatures and measure the errors.
 
     log_odds_MS: that a slot's token is accepted, given that those before it are. accepted_MS: the chance that it was, on the text.
     half_M: bool, which half of the texts a row belongs to.
@@ -161,12 +150,12 @@ def calibrate(log_odds_MS: Tensor, accepted_MS: Tensor, half_M: Tensor) -> Calib
     for fitted_M in (half_M, ~half_M):
         temperatures_S = fit_temperatures(log_odds_MS[fitted_M], accepted_MS[fitted_M])
         heldout_MS[~fitted_M] = survival(log_odds_MS[~fitted_M], temperatures_S)
-    return Calibrated(
-        fit_temperatures(log_odds_MS, accepted_MS).tolist(),
-        _errors(survival(log_odds_MS, ones), survived_MS),
-        _errors(heldout_MS, survived_MS),
-        (~(log_odds_MS + accepted_MS).isnan()).sum(0).tolist(),
-    )
+    return {
+        "temperatures": fit_temperatures(log_odds_MS, accepted_MS).tolist(),
+        "before": _errors(survival(log_odds_MS, ones), survived_MS),
+        "after": _errors(heldout_MS, survived_MS),
+        "rows": (~(log_odds_MS + accepted_MS).isnan()).sum(0).tolist(),
+    }
 
 
 def survival(log_odds_MS: Tensor, temperatures_S: Tensor) -> Tensor:

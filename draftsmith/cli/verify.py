@@ -3,7 +3,7 @@ and what usually causes it."""
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import fill
@@ -60,7 +60,7 @@ def verify(own: Namespace, words: list[str]) -> int:
     if own.url is not None:
         names = [own.model] if own.model else [bundle.target, export.absolute().name]
         server = AskedServer(own.url, names)
-        answered = Answered(server.engine, server.ask_all(bundle))
+        engine, seen, end_ids = server.engine, server.ask_all(bundle), tuple[int, ...]()
     elif own.engine not in ENGINES:
         raise UserError(f"--engine is {own.engine}: choose {' or '.join(ENGINES)}; ask others by --url.")
     elif own.home is None or own.target is None:
@@ -69,14 +69,14 @@ def verify(own: Namespace, words: list[str]) -> int:
             "--target FOLDER, the target's files."
         )
     else:
-        answered = start_and_ask(export, bundle, own.engine, own.home, own.target, own.gguf_pre)
-    verdict = diagnose(bundle, answered.seen, answered.end_ids)
-    hidden = not_told(bundle, answered.seen, answered.end_ids) if verdict.right else ()
-    told = answered.seen[0]
+        engine, seen, end_ids = start_and_ask(export, bundle, own.engine, own.home, own.target, own.gguf_pre)
+    verdict = diagnose(bundle, seen, end_ids)
+    hidden = not_told(bundle, seen, end_ids) if verdict.right else ()
+    told = seen[0]
     counts = "sums of accepted tokens" if told.rounds is None else "accepted tokens of every round"
     level = "drafted tokens" if told.names_drafts else counts
     put(
-        f"{export}: {bundle.method}, K = {bundle.num_speculative_tokens}, {len(bundle.prompts)} prompts against {answered.engine}, "
+        f"{export}: {bundle.method}, K = {bundle.num_speculative_tokens}, {len(bundle.prompts)} prompts against {engine}, "
         f"which tells its answers and {level}"
     )
     put(fill(verdict.sentence, 110))
@@ -85,9 +85,9 @@ def verify(own: Namespace, words: list[str]) -> int:
     if hidden:
         put(fill(f"On these prompts this would look the same: {', '.join(hidden)}.", 110))
     if own.output is not None:
-        facts = {"verified": str(export), "engine": answered.engine, "tells": level, "right": verdict.right}
+        facts = {"verified": str(export), "engine": engine, "tells": level, "right": verdict.right}
         facts |= {"looks_the_same": hidden, **asdict(verdict), "sentence": verdict.sentence}
-        write_json(own.output, facts | {"seen": [asdict(one) for one in answered.seen]} | environment_json())
+        write_json(own.output, facts | {"seen": [asdict(one) for one in seen]} | environment_json())
     return 0 if verdict.right else DIFFERS
 
 
@@ -100,13 +100,8 @@ _METHODS: dict[str, dict[str, Any]] = {name: {"method": name} for name in ("dfla
 """How vLLM is asked for the drafting method, by layout; a speculators folder names it itself."""
 
 
-@dataclass(frozen=True)
-class Answered:
-    """What an engine gave. engine: name and version. end_ids: that end an answer in it, none where they are the target's."""
-
-    engine: str
-    seen: list[Seen]
-    end_ids: tuple[int, ...] = ()
+Answered = tuple[str, list[Seen], tuple[int, ...]]
+"""Name and version of an engine, what it gave, and the ids that end an answer in it, none where they are the target's."""
 
 
 def speculation(layout: str, draft: Path, tokens: int) -> dict[str, Any] | None:
@@ -136,7 +131,7 @@ def start_and_ask(
             model = export.absolute() if speculative is None else target.absolute()
             settings = VllmSettings(home, model, speculative, context, bundle.eos_ids)
             run = run_vllm(settings, [prompt.request for prompt in bundle.prompts], Path(work))
-            return Answered(f"vLLM {run.version}", [_seen(within_text(answer)) for answer in run.answers[0.0]])
+            return f"vLLM {run.version}", [_seen(within_text(answer)) for answer in run.answers[0.0]], ()
         return _ask_llama(export, bundle, home, target, Path(work), context, pre_tokenizer)
 
 
@@ -157,7 +152,7 @@ def _ask_llama(
     program = home / "build" / "bin" / "llama-server"
     with LlamaServerProcess(program, settings, work / "server.log") as server:
         asked = [server.complete(p.id, p.prompt_ids, p.max_new_tokens) for p in bundle.prompts]
-        return Answered(f"llama.cpp {server.version()}", [_seen(answer) for answer in asked], server.end_ids)
+        return f"llama.cpp {server.version()}", [_seen(answer) for answer in asked], server.end_ids
 
 
 def _seen(answer: EngineAnswer) -> Seen:

@@ -153,14 +153,6 @@ def judge(
     return graphs.run(key, body, logits_BNV, *given.values(), *(() if seen_BV is None else (seen_BV,)), noise=noise)
 
 
-@dataclass(frozen=True)
-class _Drafted:
-    """A draft, and how much the drafter's cache then holds of each row."""
-
-    draft: Draft
-    lengths_B: Tensor | None
-
-
 def make_draft(
     graphs: Graphs,
     make: Callable[[DecodeState], Draft],
@@ -183,7 +175,7 @@ def make_draft(
         visible = min(visible, cache.capacity)
     new = state.new_tokens
 
-    def body(noise: Noise, *given: Tensor) -> _Drafted:
+    def body(noise: Noise, *given: Tensor) -> tuple[Draft, Tensor | None]:
         root_B, length_B, limit_B, tokens_Bn, aux_BnF, last_BnD, count_B, *lengths = given
         here = replace(
             state,
@@ -196,13 +188,14 @@ def make_draft(
         )
         vars(here)["noise"] = noise  # in place of this round's
         if cache is None:
-            return _Drafted(make(here), None)
+            return make(here), None
         cache.resume(lengths[0])
-        return _Drafted(make(here), cache.lengths_B)
+        return make(here), cache.lengths_B
 
     given = (state.root_B, state.length_B, state.limit_B, new.tokens_Bn, new.aux_BnF, new.last_BnD, new.count_B)
     lengths = () if cache is None else (cache.lengths_B,)
-    made = graphs.run((visible, depth, state.sampling, *key), body, *given, *lengths, noise=state.noise)
-    if cache is not None and made.lengths_B is not None:
-        cache.resume(made.lengths_B)
-    return made.draft
+    # The draft, and how much the drafter's cache then holds of each row.
+    draft, lengths_B = graphs.run((visible, depth, state.sampling, *key), body, *given, *lengths, noise=state.noise)
+    if cache is not None and lengths_B is not None:
+        cache.resume(lengths_B)
+    return draft

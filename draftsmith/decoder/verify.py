@@ -62,23 +62,6 @@ class Typical:
                 raise UserError(f"Typical acceptance: {name} is {getattr(self, name)}: it must be from 0 to 1.")
 
 
-class Children(NamedTuple):
-    """The children of one node per row, as they were drawn: node numbers (-1 pads), tokens and uniforms, all [B, C]."""
-
-    node_BC: Tensor
-    token_BC: Tensor
-    uniform_BC: Tensor
-
-
-class ChildChoice(NamedTuple):
-    """child_B: the accepted child, -1 for none. p_BV: the distribution of the next token where none was accepted.
-    broken_B: whether the draft's distribution is broken (see `is_broken`)."""
-
-    child_B: Tensor
-    p_BV: Tensor
-    broken_B: Tensor
-
-
 class Drafted(NamedTuple):
     """A token in a draft distribution: its column and its probability q; known: whether the draft vocabulary holds it
     (if not, q is 0 and the column means nothing)."""
@@ -152,12 +135,18 @@ def reject(p_BV: Tensor, q_BW: Tensor, column_B: Tensor, vocab_W: Tensor | None)
     return residual(p_BV, q_BW, vocab_W), without(q_BW, column_B)
 
 
-def accept_child(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None, children: Children) -> ChildChoice:
-    """Accept or reject the children one by one, until one is accepted."""
+def accept_child(
+    p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None, node_BC: Tensor, token_BC: Tensor, uniform_BC: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Accept or reject the children of one node per row one by one, as they were drawn, until one is accepted. node_BC: -1 pads.
+
+    Return child_B, the accepted child, -1 for none; p_BV, the distribution of the next token where none was accepted; broken_B, whether
+    the draft's distribution is broken (see `is_broken`).
+    """
     child_B = torch.full_like(p_BV[:, 0], -1, dtype=torch.long)
     broken_B = torch.zeros_like(child_B, dtype=torch.bool)
-    for i in range(children.node_BC.shape[1]):
-        node_B, token_B, uniform_B = (x[:, i] for x in children)
+    for i in range(node_BC.shape[1]):
+        node_B, token_B, uniform_B = (x[:, i] for x in (node_BC, token_BC, uniform_BC))
         open_B = (child_B < 0) & (node_B >= 0)
         if _none(open_B):
             break
@@ -171,7 +160,7 @@ def accept_child(p_BV: Tensor, q_BW: Tensor, vocab_W: Tensor | None, children: C
             left_BV, rest_BW = reject(p_BV, q_BW, drafted.column, vocab_W)
             p_BV, q_BW = torch.where(rejected_B1, left_BV, p_BV), torch.where(rejected_B1, rest_BW, q_BW)
             broken_B |= p_BV[:, 0].isnan()
-    return ChildChoice(child_B, p_BV, broken_B)
+    return child_B, p_BV, broken_B
 
 
 def verify(
@@ -208,8 +197,8 @@ def verify(
         typical_BN = p_BN > threshold_BN.gather(1, parent_BN)
         log_p_BN = torch.where(typical_BN, p_BN, 1.0).log().index_fill(1, row.new_zeros(1), 0.0)
         score_BN = (log_p_BN[:, None] * draft.ancestors_BNN).sum(-1)
-        end = _deepest(draft, typical_BN, score_BN)
-        return Verdict(end.path_BD, end.accepted_B, p_BNV[row, end.node_B].argmax(-1), fault_B)
+        path_BD, accepted_B, node_B = _deepest(draft, typical_BN, score_BN)
+        return Verdict(path_BD, accepted_B, p_BNV[row, node_B].argmax(-1), fault_B)
     if not draft.is_chain:
         return _sampled_tree(draft, logits_BNV, sampling, noise, fault_B)
     if draft.draft_probs_BMW is None or draft.tokens_BN.shape[1] == 1:
@@ -256,8 +245,8 @@ def _matching(draft: Draft, choice_BN: Tensor, fault_B: Tensor) -> Verdict:
         match_BN = F.pad(draft.tokens_BN[:, 1:] == choice_BN[:, :-1], (1, 0))
     else:
         match_BN = draft.tokens_BN == choice_BN.gather(1, draft.parents_BN.clamp(min=0))
-    end = _deepest(draft, match_BN)
-    return Verdict(end.path_BD, end.accepted_B, choice_BN.gather(1, end.node_B[:, None])[:, 0], fault_B)
+    path_BD, accepted_B, node_B = _deepest(draft, match_BN)
+    return Verdict(path_BD, accepted_B, choice_BN.gather(1, node_B[:, None])[:, 0], fault_B)
 
 
 def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, fault_B: Tensor) -> Verdict:
@@ -272,20 +261,20 @@ def _sampled_chain(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: 
     p_BK = p_BNV[:, :-1].gather(2, token_BK[..., None])[..., 0]
     drawn_BK = valid_BK & (drafted.q > 0)
     accept_BK = drawn_BK & accepts(noise.draw(ACCEPT, nodes)[:, 1:], drafted.q, p_BK)
-    end = _deepest(draft, F.pad(accept_BK, (1, 0)))
+    path_BD, accepted_B, node_B = _deepest(draft, F.pad(accept_BK, (1, 0)))
 
-    weights_BV = p_BNV[row, end.node_B]
-    rejected_B = F.pad(drawn_BK, (0, 1))[row, end.node_B]
+    weights_BV = p_BNV[row, node_B]
+    rejected_B = F.pad(drawn_BK, (0, 1))[row, node_B]
     depth_K = numbers(1, nodes, row.device)
     broken_BK = valid_BK & is_broken(drafted, first=True)
     if not _none(rejected_B):
-        q_BW = draft_probs_BKW[row, end.node_B.clamp(max=nodes - 2)]
+        q_BW = draft_probs_BKW[row, node_B.clamp(max=nodes - 2)]
         left_BV = residual(weights_BV, q_BW, draft.vocab_W)
         weights_BV = torch.where(rejected_B[:, None], left_BV, weights_BV)
-        broken_BK |= (depth_K == end.node_B[:, None] + 1) & weights_BV[:, :1].isnan()
+        broken_BK |= (depth_K == node_B[:, None] + 1) & weights_BV[:, :1].isnan()
     depth_B = torch.where(broken_BK, depth_K, nodes).amin(1)
     fault_B = torch.where((fault_B == 0) & (depth_B < nodes), depth_B, fault_B)
-    return Verdict(end.path_BD, end.accepted_B, draw(weights_BV, noise.draw(EMIT, 1)[:, 0]), fault_B)
+    return Verdict(path_BD, accepted_B, draw(weights_BV, noise.draw(EMIT, 1)[:, 0]), fault_B)
 
 
 def _sampled_tree(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: Noise, fault_B: Tensor) -> Verdict:
@@ -310,11 +299,10 @@ def _sampled_tree(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: N
             node_BC = child_BN.int().argsort(dim=1, descending=True, stable=True)[:, :most]
             padding_BC = numbers(0, most, child_BN.device) >= child_BN.sum(1)[:, None]
             token_BC, uniform_BC = draft.tokens_BN.gather(1, node_BC), accept_BN.gather(1, node_BC)
-            choice = accept_child(
-                p_BV, q_BW, draft.vocab_W, Children(node_BC.masked_fill(padding_BC, -1), token_BC, uniform_BC)
-            )
-            child_B, token_B = choice.child_B, draw(choice.p_BV, emit_BN[:, 0])
-            fault_B = torch.where(choice.broken_B & (fault_B == 0), depth, fault_B)
+            children = (node_BC.masked_fill(padding_BC, -1), token_BC, uniform_BC)
+            child_B, p_BV, broken_B = accept_child(p_BV, q_BW, draft.vocab_W, *children)
+            token_B = draw(p_BV, emit_BN[:, 0])
+            fault_B = torch.where(broken_B & (fault_B == 0), depth, fault_B)
         next_B = torch.where(walking_B, token_B, next_B)
         walking_B = child_B >= 0
         if depth > draft.most_depth or _none(walking_B):
@@ -325,22 +313,15 @@ def _sampled_tree(draft: Draft, logits_BNV: Tensor, sampling: Sampling, noise: N
     return Verdict(path_BD, (path_BD >= 0).sum(1) - 1, next_B, fault_B)
 
 
-class _End(NamedTuple):
-    """An accepted path: its nodes, its number of draft tokens, and its last node."""
-
-    path_BD: Tensor
-    accepted_B: Tensor
-    node_B: Tensor
-
-
-def _deepest(draft: Draft, fine_BN: Tensor, score_BN: Tensor | None = None) -> _End:
-    """Return the longest path from the root of fine nodes, padding left out; of equals the one with the best score."""
+def _deepest(draft: Draft, fine_BN: Tensor, score_BN: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the longest path from the root of fine nodes, padding left out; of equals the one with the best score: its nodes [B, D], its
+    number of draft tokens [B], and its last node [B]."""
     nodes = fine_BN.shape[1]
     node_N = numbers(0, nodes, fine_BN.device)
     fine_BN = fine_BN & draft.valid_BN
     if draft.is_chain:
         accepted_B = fine_BN[:, 1:].int().cumprod(1).sum(1)
-        return _End(torch.where(node_N <= accepted_B[:, None], node_N, -1), accepted_B, accepted_B)
+        return torch.where(node_N <= accepted_B[:, None], node_N, -1), accepted_B, accepted_B
     fine_BN = fine_BN | (node_N == 0)
     alive_BN = (fine_BN[:, None] | ~draft.ancestors_BNN).all(-1)
     depth_BN = draft.depth_BN.masked_fill(~alive_BN, -1)
@@ -352,4 +333,4 @@ def _deepest(draft: Draft, fine_BN: Tensor, score_BN: Tensor | None = None) -> _
     order_BN = on_path_BN.int().argsort(dim=1, descending=True, stable=True)
     levels = draft.most_depth + 1
     path_BD = torch.where(node_N[:levels] <= accepted_B[:, None], order_BN[:, :levels], -1)
-    return _End(path_BD, accepted_B, best_B)
+    return path_BD, accepted_B, best_B

@@ -12,7 +12,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,15 +63,6 @@ _BUFFERS = re.compile(r"(rotary_emb\.inv_freq|\.masked_bias|position_ids|num_bat
 """Tables of earlier versions that hold nothing learned."""
 
 
-@dataclass(frozen=True)
-class OpenedModel:
-    """A loaded model, the folder its files came from, and a sentence about modules in them that it leaves, "" for none."""
-
-    model: Any
-    directory: Path
-    beside: str
-
-
 def open_model(
     path: str,
     *,
@@ -82,8 +72,9 @@ def open_model(
     trust_remote_code: bool,
     gpus: int = 1,
     tensor_parallel: int = 1,
-) -> OpenedModel:
-    """Load a causal language model from a local folder, a Hub name or a GGUF file; never pickled weights.
+) -> tuple[Any, Path, str]:
+    """Load a causal language model from a local folder, a Hub name or a GGUF file; never pickled weights. Return it, the folder its files
+    came from, and a sentence about modules in them that it leaves, "" for none.
 
     Raises UserError for: a missing path, a folder that is no model, an encoder-only or encoder-decoder model, a type
     transformers does not know, layers that keep a state, missing, pickled or damaged weights, weights that the model does not
@@ -131,7 +122,7 @@ def open_model(
     check_layer_types(path, model.config, type(model))  # of code that came with it, too
     if where.type == "cpu" and attention == "sdpa":
         model.set_attn_implementation(GROUPED)
-    return OpenedModel(model, directory, beside)
+    return model, directory, beside
 
 
 def _check_path(path: str) -> None:

@@ -382,7 +382,7 @@ def load_target(
     Raises:
         UserError: for a path, file or architecture that cannot be used.
     """
-    opened = open_model(
+    model, directory, beside = open_model(
         path,
         dtype=dtype,
         device=device,
@@ -391,10 +391,9 @@ def load_target(
         gpus=gpus,
         tensor_parallel=tensor_parallel,
     )
-    if opened.beside:
-        say(f"warning: {opened.beside}.")
-    directory = opened.directory
-    target = Target(opened.model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
+    if beside:
+        say(f"warning: {beside}.")
+    target = Target(model, path=path, fingerprint=fingerprint_directory(directory), directory=directory)
     if odd := [one for one in target.eos_ids if not 0 <= one < target.vocab_size]:
         raise UserError(
             f"The target {path} ends its answers with the token {odd[0]}, but it has tokens 0 to {target.vocab_size - 1}: mend "

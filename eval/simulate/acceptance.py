@@ -11,7 +11,7 @@ nodes, V target vocab, W draft vocab.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -28,13 +28,6 @@ from draftsmith.heads.base import HeadOutput, StepOutput, accepted
 from draftsmith.target.target import TargetHead
 
 _CHUNK_ROWS = 1024
-
-
-class _TextProbs(NamedTuple):
-    """A text's own probabilities [B*L] (float64, NaN where not needed; None when greedy), and `Acceptance.off_text`."""
-
-    p: Tensor | None
-    off_text: int
 
 
 @dataclass(frozen=True)
@@ -156,15 +149,18 @@ def token_ranks(output: HeadOutput, batch: TrainBatch, draft_vocab_W: Tensor | N
     return ranks.view(*batch.ids.shape, -1)
 
 
-def text_probs(batch: TrainBatch, target_head: TargetHead, positions: Tensor, sampling: Sampling) -> _TextProbs:
-    """Return the text's own probabilities at flat positions, and count the tokens that the target would not choose."""
+def text_probs(
+    batch: TrainBatch, target_head: TargetHead, positions: Tensor, sampling: Sampling
+) -> tuple[Tensor | None, int]:
+    """Return the text's own probabilities [B*L] at flat positions (float64, NaN where not needed; None when greedy), and
+    `Acceptance.off_text`."""
     if not sampling.greedy:
         return _text_probabilities(batch, target_head, positions, sampling)
     ids, choice = batch.ids.flatten(), batch.top1.flatten()[positions]
     if sampling.repetition_penalty != 1:
         pieces = positions.split(_CHUNK_ROWS)
         choice = torch.cat([_text_logits(batch, target_head, at, sampling).argmax(-1) for at in pieces])
-    return _TextProbs(None, int((choice != ids[positions + 1]).sum()))
+    return None, int((choice != ids[positions + 1]).sum())
 
 
 def _text_logits(batch: TrainBatch, target_head: TargetHead, at_R: Tensor, sampling: Sampling) -> Tensor:
@@ -221,7 +217,7 @@ def _certain(logits_RV: Tensor) -> Tensor:
 
 def _text_probabilities(
     batch: TrainBatch, target_head: TargetHead, positions: Tensor, sampling: Sampling
-) -> _TextProbs:
+) -> tuple[Tensor, int]:
     """Return p(x_{i+1} | x_{<=i}) at the flat positions `positions` of [B*L] (float64, NaN elsewhere), and count
     the tokens outside their top-k, top-p or min-p set.
 
@@ -254,7 +250,7 @@ def _text_probabilities(
             p_R = torch.where(out_R, share_R.double(), p_R)
             off_text += int(out_R.sum())
         p[at] = p_R
-    return _TextProbs(p, off_text)
+    return p, off_text
 
 
 def expected_tallies(

@@ -160,21 +160,21 @@ def _from_model(path: str, target: Target) -> Start:
         what, remedy = f"The model {path}", "take another one, or start from scratch"
         if target.device.type == "meta":
             return read_llama(load_config(path, what="the model"), what, remedy), None
-        opened = open_model(
+        model, directory, _ = open_model(
             path, dtype="float32", device=target.device, attn_implementation="sdpa", trust_remote_code=False
         )
-        if target.directory is not None and opened.directory.resolve() == target.directory.resolve():
+        if target.directory is not None and directory.resolve() == target.directory.resolve():
             raise UserError(
                 f"{path} is the target itself; take a smaller model, or some of its layers (head.layers_from_target)."
             )
-        config = read_llama(opened.model.config, what, remedy)
+        config = read_llama(model.config, what, remedy)
         check_vocabulary(what, config.vocab_size, target)
-        if target.directory is not None and hash_tokenizer(opened.directory) is None:
+        if target.directory is not None and hash_tokenizer(directory) is None:
             read_tokenizer(path)  # says what is missing, and fetches a Hub model's
-        check_tokens(path, opened.directory, target)
+        check_tokens(path, directory, target)
     except UserError as error:
         raise UserError(f"head.init_from names a model that cannot be a draft for the target: {error}") from error
-    return config, drop_tied(config, opened.model.state_dict())
+    return config, drop_tied(config, model.state_dict())
 
 
 class DraftLmHead(DraftHead):

@@ -61,13 +61,13 @@ def write_merged(
         identity = identify_directory(folder, str(dest))
         write_passport(folder, Passport(draftsmith.__version__, method, TUNED, original.identity.to_json()))
         (folder / README).write_text(_merged_readme(method, original), encoding="utf-8")
-        again = open_model(
+        again, *_ = open_model(
             str(folder),
             dtype=tuned.dtype_name,
             device=tuned.device,
             attn_implementation=tuned.config._attn_implementation,
             trust_remote_code=trust_remote_code,
-        ).model
+        )
         assert _same_logits(tuned.model, again), "the merged target gives other logits"
     return identity
 

@@ -16,7 +16,6 @@ documents end to end, in bf16 or fp16.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -45,21 +44,10 @@ Own = Sequence[Tensor]
 """Diagonal keys or values [S, R, G, D], in any number of parts."""
 
 
-@dataclass(frozen=True)
-class Attended:
-    """out_RHD: the attention's output. lse_RH: fp32, the log-sum-exp of the scores."""
-
-    out_RHD: Tensor
-    lse_RH: Tensor
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """Of the queries [R, H, D], and of the keys and values [B, L, G, D]."""
-
-    q_RHD: Tensor
-    k_BLGD: Tensor
-    v_BLGD: Tensor
+Attended = tuple[Tensor, Tensor]
+"""The attention's output [R, H, D], and the log-sum-exp of the scores [R, H], fp32."""
+Gradients = tuple[Tensor, Tensor, Tensor]
+"""Of the queries [R, H, D], and of the keys and values [B, L, G, D]."""
 
 
 def ttt_attention(
@@ -135,8 +123,7 @@ class _MergedAttention(torch.autograd.Function):
     def forward(ctx: Any, plan: RowPlan, scale: float, q_RHD: Tensor, k: Tensor, v: Tensor, *own: Tensor) -> Tensor:
         # Autocast would take the products of the merge to half precision, here but not in the backward pass.
         with without_autocast(q_RHD):
-            causal = causal_attention(q_RHD, k, v, plan, scale)
-            out_RHD, lse_RH = causal.out_RHD, causal.lse_RH
+            out_RHD, lse_RH = causal_attention(q_RHD, k, v, plan, scale)
             if own:
                 out_RHD, lse_RH = _merge(q_RHD, out_RHD, lse_RH, *_halves(own), scale)
         ctx.save_for_backward(q_RHD, k, v, out_RHD, lse_RH, *own)
@@ -148,15 +135,15 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_RHD: Tensor) -> tuple[Tensor | None, ...]:
         q_RHD, k, v, out_RHD, lse_RH, *own = ctx.saved_tensors
         with without_autocast(q_RHD):
-            causal = causal_backward(grad_RHD, q_RHD, k, v, Attended(out_RHD, lse_RH), ctx.plan, ctx.scale)
-            d_q_RHD, d_own = causal.q_RHD, ()
+            d_q_RHD, *d_kv = causal_backward(grad_RHD, q_RHD, k, v, (out_RHD, lse_RH), ctx.plan, ctx.scale)
+            d_own: tuple[Tensor, ...] = ()
             if own:
                 k_SRGD, v_SRGD = _halves(own)
                 softmax = (grad_RHD, q_RHD, k_SRGD, v_SRGD, out_RHD, lse_RH)
                 d_q_RHD, d_k, d_v = _diagonal_backward(d_q_RHD, *softmax, ctx.scale)
                 sizes = [len(x) for x in own[: len(own) // 2]]
                 d_own = (*d_k.split(sizes), *d_v.split(sizes))
-        return None, None, d_q_RHD, causal.k_BLGD, causal.v_BLGD, *d_own
+        return None, None, d_q_RHD, *d_kv, *d_own
 
 
 def _halves(own: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -245,13 +232,13 @@ def causal_attention(q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, plan: RowPla
             parts = (_lines(q, group.queries_nm), _tokens(k_BLGD, group), _tokens(v_BLGD, group))
             out_nHmD, lse_nHm = _cpu_forward(*parts, dropout_p=0.0, scale=scale, **_band(plan, group, q))
             out[group.queries_nm], lse[group.queries_nm] = out_nHmD.transpose(1, 2), lse_nHm.transpose(1, 2)
-        return Attended(out[:-1], lse[:-1])
+        return out[:-1], lse[:-1]
     packed = plan.packed
     assert packed is not None
     q_THD, k_TGD, v_TGD = _spread(q_RHD, plan), *(x.flatten(0, 1)[packed.tokens_T] for x in (k_BLGD, v_BLGD))
     lengths = (packed.starts, packed.starts, packed.longest, packed.longest)
     out_THD, lse_HT, *_ = _gpu_forward(q_THD, k_TGD, v_TGD, *lengths, 0.0, True, False, scale=scale, **_window(plan))
-    return Attended(out_THD[packed.place_R], lse_HT.T[packed.place_R])
+    return out_THD[packed.place_R], lse_HT.T[packed.place_R]
 
 
 def causal_backward(
@@ -267,7 +254,7 @@ def causal_backward(
     packed = plan.packed
     assert packed is not None
     k_TGD, v_TGD = (x.flatten(0, 1)[packed.tokens_T] for x in (k_BLGD, v_BLGD))
-    grad_THD, q_THD, out_THD, lse_TH = (_spread(x, plan) for x in (grad_RHD, q_RHD, total.out_RHD, total.lse_RH))
+    grad_THD, q_THD, out_THD, lse_TH = (_spread(x, plan) for x in (grad_RHD, q_RHD, *total))
     lengths = (packed.starts, packed.starts, packed.longest, packed.longest)
     # The state of the random numbers of dropout, which there is none of.
     unused = (torch.zeros(2, dtype=torch.uint64, device=q_RHD.device), q_RHD.new_empty(0))
@@ -277,7 +264,7 @@ def causal_backward(
         torch.zeros_like(x.flatten(0, 1)).index_copy_(0, packed.tokens_T, d).view_as(x)
         for x, d in ((k_BLGD, d_k), (v_BLGD, d_v))
     )
-    return Gradients(d_q[packed.place_R], d_k_BLGD, d_v_BLGD)
+    return d_q[packed.place_R], d_k_BLGD, d_v_BLGD
 
 
 def _on_cpu(x: Tensor) -> bool:
@@ -310,7 +297,7 @@ def _spread(x_R: Tensor, plan: RowPlan) -> Tensor:
 def _backward_by_groups(
     grad_RHD: Tensor, q_RHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, total: Attended, plan: RowPlan, scale: float
 ) -> Gradients:
-    q, out, grad, lse = (_spare(x) for x in (q_RHD, total.out_RHD, grad_RHD, total.lse_RH))
+    grad, q, out, lse = (_spare(x) for x in (grad_RHD, q_RHD, *total))
     d_q, d_k, d_v = (torch.zeros_like(x) for x in (q, _spare(k_BLGD.flatten(0, 1)), _spare(v_BLGD.flatten(0, 1))))
     for group in plan.groups:
         grad_part, q_part, out_part = (_lines(x, group.queries_nm) for x in (grad, q, out))
@@ -320,7 +307,7 @@ def _backward_by_groups(
         places = (group.queries_nm, group.tokens_nm, group.tokens_nm)
         for gradient, index, piece in zip((d_q, d_k, d_v), places, pieces, strict=True):
             gradient[index] = piece.transpose(1, 2)
-    return Gradients(d_q[:-1], d_k[:-1].view_as(k_BLGD), d_v[:-1].view_as(v_BLGD))
+    return d_q[:-1], d_k[:-1].view_as(k_BLGD), d_v[:-1].view_as(v_BLGD)
 
 
 def _spare(x: Tensor) -> Tensor:

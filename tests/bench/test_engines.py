@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftsmith.cli.verify import Answered
 from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import AgreementRow, Counts
@@ -200,7 +199,7 @@ def test_an_engine_that_serves_a_head_wrongly_is_named(
         asked.append((fault, model))
         given = bundle.faults.get(fault, [p.rounds for p in bundle.prompts])
         pairs = zip(bundle.prompts, given, strict=True)
-        return Answered("It 1.2", [Seen(p.id, p.answer_ids, p.answer(rounds).rounds) for p, rounds in pairs])
+        return "It 1.2", [Seen(p.id, p.answer_ids, p.answer(rounds).rounds) for p, rounds in pairs], ()
 
     monkeypatch.setattr(engine_check, "start_and_ask", answer)
     rows = engine_check.serve_wrongly(side, engine, tmp_path / "home", tmp_path / "work")

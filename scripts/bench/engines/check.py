@@ -106,9 +106,9 @@ def serve_wrongly(side: OurSide, engine: str, home: Path, folder: Path) -> list[
         shutil.rmtree(served, ignore_errors=True)
         shutil.copytree(export, served)
         spoil(served)
-        answered = start_and_ask(served, bundle, engine, home, target, PRE_TOKENIZER)
-        verdict = diagnose(bundle, answered.seen, answered.end_ids)
-        version = answered.engine.rsplit(" ", 1)[-1]
+        asked, seen, end_ids = start_and_ask(served, bundle, engine, home, target, PRE_TOKENIZER)
+        verdict = diagnose(bundle, seen, end_ids)
+        version = asked.rsplit(" ", 1)[-1]
         said = verdict.stage, verdict.difference, verdict.causes, verdict.ties
         found.append(Named(side.candidate.name, layout, engine, version, fault, *said))
     return found

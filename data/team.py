@@ -10,17 +10,12 @@ from draftsmith.progress import Bar
 class Team(Protocol):
     """Processes that share work out by number. rank of size; rank 0 puts together what all have made."""
 
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-
-    @property
-    def size(self) -> int:
-        """How many processes there are."""
-
-    @property
-    def writes(self) -> bool:
-        """Whether this process keeps what it makes; another one that makes the same keeps it else."""
+    rank: int
+    """The number of this process."""
+    size: int
+    """How many processes there are."""
+    writes: bool
+    """Whether this process keeps what it makes; another one that makes the same keeps it else."""
 
     def tell(self, make: Callable[[], Any]) -> Any:
         """Return the JSON value that rank 0 makes, on every process; the others wait for it."""
@@ -59,20 +54,12 @@ class Groups:
     of each keeps it."""
 
     def __init__(self, team: Team, size: int) -> None:
-        self._team = team
+        self._team, self.tell, self.wait = team, team.tell, team.wait  # as of all processes
         self.rank, self.size, self.writes = team.rank // size, team.size // size, team.rank % size == 0
-
-    def tell(self, make: Callable[[], Any]) -> Any:
-        """Return what rank 0 of all processes makes."""
-        return self._team.tell(make)
 
     def tally(self, name: str, count: int) -> int:
         """Add to a count what the first of a group has made."""
         return self._team.tally(name, count if self.writes else 0)
-
-    def wait(self, ready: Callable[[], bool]) -> None:
-        """Wait until something is ready."""
-        self._team.wait(ready)
 
 
 class SharedBar:

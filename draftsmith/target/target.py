@@ -132,6 +132,9 @@ class Target:
         fingerprint: of its configuration and weights, see `fingerprint_directory`.
         directory: the folder with its files, None for a model that came from none.
 
+    Attributes:
+        embedding: [V, Ht] the raw input embedding weight (architectures that scale embeddings do so after the lookup).
+
     Raises:
         UserError: where the decoder layers or the output projection cannot be found.
     """
@@ -153,9 +156,9 @@ class Target:
             )
         embedding, bias = model.get_input_embeddings().weight, getattr(projection, "bias", None)
         # Of a model that several processes share, each has these two whole.
-        self._embedding = gathered(embedding)
+        self.embedding: Tensor = gathered(embedding)
         tied = projection.weight is embedding
-        weight = self._embedding if tied else gathered(projection.weight)
+        weight = self.embedding if tied else gathered(projection.weight)
         self.head = TargetHead(weight, None if bias is None else gathered(bias))
         self.vocab_size: int = self.head.vocab_size
         self._layers = find_layers(self.decoder, self.num_layers, self.model_type)
@@ -192,11 +195,6 @@ class Target:
     def dtype_name(self) -> str:
         """The name of `dtype` in recipes and results, such as "bfloat16"."""
         return str(self.dtype).removeprefix("torch.")
-
-    @property
-    def embedding(self) -> Tensor:
-        """[V, Ht] the raw input embedding weight (architectures that scale embeddings do so after the lookup)."""
-        return self._embedding
 
     @property
     def weight_bytes(self) -> int:

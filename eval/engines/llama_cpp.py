@@ -102,12 +102,9 @@ class LlamaServerProcess:
             self.end_ids = tuple(sorted({int(number) for number in re.findall(r"EOG token += (\d+) ", said)}))
             assert self.end_ids, "the server names at least the EOS"
         except BaseException:
-            self._stop()
+            self.__exit__()
             raise
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop()
 
     def complete(self, sample_id: str, prompt_ids: Sequence[int], max_new_tokens: int) -> EngineAnswer:
         """Answer one prompt at temperature 0; the answer ends with EOS, as ours does, or at `max_new_tokens`."""
@@ -139,7 +136,7 @@ class LlamaServerProcess:
                 )
             time.sleep(0.02)
 
-    def _stop(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._process.kill()
         self._process.wait()
 

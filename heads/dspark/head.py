@@ -83,11 +83,7 @@ class DSparkHead(BlockHead):
 
     def _biased(self, states: Tensor, before: Tensor) -> Tensor:
         """States [R, H] and embeddings of the tokens before [R, r] -> logits [R, W]."""
-        return self.logits(states) + self.bias(before)
-
-    def bias(self, before: Tensor) -> Tensor:
-        """Embeddings of the tokens before [..., r] -> what they add to the logits, [..., W]."""
-        return self.markov_head.markov_w2(before)
+        return self.logits(states) + self.markov_head.markov_w2(before)
 
     def log_odds(self, states: Tensor, before: Tensor) -> Tensor:
         """States [..., H] and embeddings of the tokens before [..., r] -> the log-odds of being accepted [...], as the
@@ -126,7 +122,7 @@ class DSparkDrafter(BlockDrafter):
         base_BKW = head.logits(states_BKH)
 
         def next_logits(k: int, before_B: Tensor) -> Tensor:
-            return base_BKW[:, k] + head.bias(head.markov_head.markov_w1(before_B))
+            return base_BKW[:, k] + head.markov_head.markov_w2(head.markov_head.markov_w1(before_B))
 
         def chance(k: int, before_B: Tensor) -> Tensor:
             return accepted(head.log_odds(states_BKH[:, k], head.markov_head.markov_w1(before_B)), head.temperatures[k])

@@ -119,7 +119,7 @@ class FusedHead(EagleHead):
         layer, width = self.layers[0], self.config.hidden_size
         assert isinstance(layer, Eagle3Layer)
         normed_TH = layer.input_layernorm(self._embed(batch.ids.flatten()))
-        table = Shared(passing.heads(normed_TH, columns=slice(width)))
+        table = Shared(passing.layers[0].heads(normed_TH, columns=slice(width)))
 
         def read(rows: Tensor, step: int, hidden: Tensor) -> LayerInput:
             # Behind a text's end any token serves: no row that counts reads it.

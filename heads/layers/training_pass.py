@@ -130,11 +130,6 @@ class TrainingPass:
         self._rotations: tuple[Tensor, Tensor]
         self._like = self.layers[0].heads.parts[0]
 
-    @property
-    def heads(self) -> SharedLinear:
-        """The first layer's product of queries, keys and values."""
-        return self.layers[0].heads
-
     def context_keys(self, given: LayerInput) -> Tensor | None:
         """Compute the keys of step 0 from the first layer's input of all tokens, [B*L, ...]. Return the input of the last layer, [B*L, H],
         zeros at tokens that no query row sees; None where there is one layer alone."""

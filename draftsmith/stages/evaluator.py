@@ -81,7 +81,7 @@ def decode_drafters(
     torch.manual_seed(evaluation.recipe.seed)  # which `generate` draws from
     repeats = [evaluation.prompts.repeat(number) for number in range(spec.repeats)]
     generated = [plain(target)] if spec.generate and spec.batch == 1 else []
-    picks: list[Any] = [*(one.system for one in chosen), *generated]
+    picks: list[Any] = [*(c for _, c in chosen), *generated]
     turns = run_systems(target, systems, repeats, sampling, batch=spec.batch, picks=picks, journal=journal)
     drafters, off_text, examples = {}, {}, list[Example]()
     originals = Originals(target, distinct(turns.by_name[""], sampling), evaluation.judge)
@@ -95,39 +95,31 @@ def decode_drafters(
         examples += _examples(evaluation, c.name, texts.texts)[: None if c is systems[0] else 1]
     result = _make_result(evaluation, sampling, off_text, batch=spec.batch, repeats=spec.repeats)
     # What the chosen draft lengths reached, and the decoded one of the same drafter on the same prompts.
-    reached = [measure_pick(target, one.system, one.drafter, turns.by_name, sampling) for one in chosen]
+    reached = [measure_pick(target, c, name, turns.by_name, sampling) for name, c in chosen]
     if chosen:
-        name, beside = chosen[0].drafter, chosen[0].system.name
+        name, first = chosen[0]
         own = next(c for c in systems if c.name == name)
-        if own.num_speculative_tokens not in {one.system.num_speculative_tokens for one in chosen}:
-            reached.append(measure_pick(target, own, name, turns.by_name, sampling, beside))
+        if own.num_speculative_tokens not in {c.num_speculative_tokens for _, c in chosen}:
+            reached.append(measure_pick(target, own, name, turns.by_name, sampling, first.name))
     result = replace(result, drafters=drafters, costs=costs, examples=tuple(examples))
     return replace(result, picks=tuple(reached), clocks=turns.clocks)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A draft length to time. drafter: the name of the drafter whose length it is; system: drafts so, under a name of its own."""
-
-    drafter: str
-    system: SystemUnderTest
-
-    @classmethod
-    def of(cls, system: SystemUnderTest, k: int) -> "Candidate":
-        """Return a drafter with another draft length; of a tree, with another depth."""
-        return cls(system.name, replace(system, name=f"{system.name}, K = {k}", num_speculative_tokens=k))
+def _with_length(system: SystemUnderTest, k: int) -> tuple[str, SystemUnderTest]:
+    """Return the name of a drafter, and the drafter with another draft length under a name of its own; of a tree, with another depth."""
+    return system.name, replace(system, name=f"{system.name}, K = {k}", num_speculative_tokens=k)
 
 
 def choose_lengths(
     evaluation: Evaluation, systems: list[SystemUnderTest], sampling: Sampling, table: CostTable, journal: Journal
-) -> list[Candidate]:
+) -> list[tuple[str, SystemUnderTest]]:
     """Return the draft that is fastest by costs and simulated acceptance, and its neighbours, of a tree the same one with a level
-    more or less; say how long decoding will take.
+    more or less, as `_with_length` does; say how long decoding will take.
 
     The target alone answers in large batches for that, which is not timed. Empty where nothing can be simulated, or has a cost.
     """
     if (kept := journal.get("picks")) is not None:
-        return [Candidate.of(c, k) for name, k in kept for c in systems if c.name == name]
+        return [_with_length(c, k) for name, k in kept for c in systems if c.name == name]
     target, requests = evaluation.target, evaluation.prompts.repeat(0)
     batch, repeats = evaluation.recipe.evaluate.batch, evaluation.recipe.evaluate.repeats
     simulated = [c for c in systems if c.simulate and c.fixed_length and c.verifier is None]
@@ -157,7 +149,7 @@ def choose_lengths(
         f"evaluate: by simulation and costs {best.name} drafting {k} {what} is "
         f"{speedups[best, k]:.2f}x as fast as the target alone; decoding will take about {max(1, round(minutes))} min"
     )
-    return [Candidate.of(best, n) for n in lengths]
+    return [_with_length(best, n) for n in lengths]
 
 
 def _costs(evaluation: Evaluation, systems: list[SystemUnderTest], sampling: Sampling, journal: Journal) -> Costs:

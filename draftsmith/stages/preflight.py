@@ -7,12 +7,11 @@ from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.heads.adapter import adapter_of
-from draftsmith.heads.base import DraftHead, draft_vocab_size_of
+from draftsmith.heads.base import DraftHead
 from draftsmith.heads.export.export import convert_head
 from draftsmith.heads.formats.layout import engines_notice, find_layout, layouts_of, version_notice
 from draftsmith.heads.layers.decoder_layer import EagleAttention
 from draftsmith.heads.layers.ttt_attention import why_eager
-from draftsmith.heads.vocab import choose_draft_vocab
 from draftsmith.machine import available_memory, emulates_bf16
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
@@ -28,7 +27,7 @@ from draftsmith.stages.drafters import (
 from draftsmith.stages.evaluation import conversations_of, prompts_of
 from draftsmith.stages.exporting import check_adapter, export_options
 from draftsmith.stages.session import Session
-from draftsmith.stages.training import always_drafted, chooses_vocab, initial_head
+from draftsmith.stages.training import initial_head, pick_draft_vocab
 from draftsmith.storage import check_folder
 from draftsmith.target.shape import shape_of
 from draftsmith.target.target import Target
@@ -172,14 +171,8 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
     """Return the head that training starts from, checked against what is stored and exported."""
     recipe, target = session.recipe, session.target
     _ = session.tokenizer  # checks it against the target and data.template
-    size = draft_vocab_size_of(session.head_options)
     warm = load_warm(recipe, target)
-    chosen = chooses_vocab(session, warm)
-    vocab = None if warm is None or chosen else warm.draft_vocab
-    if chosen and size is not None and size != target.vocab_size:
-        counts = torch.zeros(target.vocab_size, dtype=torch.int64)
-        vocab = choose_draft_vocab(counts, size, always_drafted(session))
-    head = initial_head(session, warm, vocab)
+    head = initial_head(session, warm, pick_draft_vocab(session, warm))
     recipe.train.loss.check_head(head)
     length = min(recipe.data.max_length, target.context_length)
     if recipe.data.max_length > length:

@@ -71,13 +71,12 @@ def prepare_training(session: Session, samples: Sequence[Tokenized]) -> Start:
     """Split the samples, choose the draft vocabulary and make the head. Raises UserError for what cannot be trained."""
     train, heldout = split_samples(session, samples)
     warm = load_warm(session.recipe, session.target)
-    chosen = chooses_vocab(session, warm)
-    vocab = pick_draft_vocab(session, samples, train, None if warm is None or chosen else warm.draft_vocab)
+    vocab = pick_draft_vocab(session, warm, [samples[i] for i in train])
     covered = None
     if vocab is not None:
         size = session.target.vocab_size
         covered = measure_coverage(vocab, [samples[i] for i in train], [samples[i] for i in heldout], size)
-        _say_coverage(covered, len(vocab), size, chosen=chosen)
+        _say_coverage(covered, len(vocab), size, chosen=_chooses_vocab(session, warm))
     torch.manual_seed(session.recipe.seed)
     longest = max(len(samples[i].ids) for i in train)
     head = initial_head(session, warm, vocab, samples)
@@ -96,7 +95,7 @@ def prepare_training(session: Session, samples: Sequence[Tokenized]) -> Start:
     return Start(head, train, heldout, covered, longest)
 
 
-def chooses_vocab(session: Session, warm: DraftHead | None) -> bool:
+def _chooses_vocab(session: Session, warm: DraftHead | None) -> bool:
     """Return whether the draft vocabulary is chosen from the answers, not that of the head that training starts from."""
     return warm is None or (session.recipe.train.resize and draft_vocab_size_of(session.recipe.head) is not None)
 
@@ -219,24 +218,17 @@ def split_samples(session: Session, samples: Sequence[Tokenized]) -> tuple[list[
     return [fits[i] for i in train], [fits[i] for i in heldout]
 
 
-def always_drafted(session: Session) -> list[int]:
-    """Return the tokens that every draft vocabulary holds: those that end a text or have a meaning of their own."""
-    known = {*session.target.eos_ids, *session.tokenizer.all_special_ids}
-    return sorted(i for i in known if i < session.target.vocab_size)
-
-
-def pick_draft_vocab(
-    session: Session, samples: Sequence[Tokenized], train: list[int], given: Tensor | None = None
-) -> Tensor | None:
-    """Choose the draft vocabulary [W] from the training answers, unless one is `given`; None for the whole vocabulary."""
-    size = draft_vocab_size_of(session.head_options)
-    vocab_size = session.target.vocab_size
-    if size is None or size >= vocab_size:
+def pick_draft_vocab(session: Session, warm: DraftHead | None, samples: Iterable[Tokenized] = ()) -> Tensor | None:
+    """Return the draft vocabulary [W]: that of `warm`, or one chosen from the answers to learn from, with the tokens that end a text or
+    have a meaning of their own; None for the whole vocabulary. Raises UserError for a size that is larger than the target's."""
+    size, vocab_size = draft_vocab_size_of(session.head_options), session.target.vocab_size
+    kept = None if _chooses_vocab(session, warm) else warm
+    if size is None or size == vocab_size or (kept is not None and size > vocab_size):
         return None
-    if given is not None:
-        return given.cpu()
-    counts = count_tokens([samples[i] for i in train], vocab_size)
-    return choose_draft_vocab(counts, size, always_drafted(session))
+    if kept is not None and kept.draft_vocab is not None:
+        return kept.draft_vocab.cpu()
+    always = {*session.target.eos_ids, *session.tokenizer.all_special_ids}
+    return choose_draft_vocab(count_tokens(samples, vocab_size), size, (i for i in always if i < vocab_size))
 
 
 def _say_coverage(covered: Coverage, size: int, vocab_size: int, *, chosen: bool) -> None:

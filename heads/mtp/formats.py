@@ -30,8 +30,7 @@ from draftsmith.heads.formats.recognise import Format
 from draftsmith.heads.formats.schema import Export, ModelFiles, Schema, TensorRow, find_row, llama_layer, renamed
 from draftsmith.heads.layers.from_target import derive_layer_config, final_norm_weight
 from draftsmith.heads.mtp import MtpOptions
-from draftsmith.heads.mtp.head import MtpHead, measure_norm
-from draftsmith.heads.mtp.target_layer import ROUTING_BIAS
+from draftsmith.heads.mtp.head import ROUTING_BIAS, MtpHead, measure_norm
 from draftsmith.heads.record import RECORD, read_passport
 from draftsmith.storage import write_json
 from draftsmith.target.folder import read_directory, read_text_config

@@ -19,8 +19,7 @@ from draftsmith.heads.eagle.base import EagleDrafter
 from draftsmith.heads.export.export import convert_head, export_head
 from draftsmith.heads.formats.recognise import is_head_config, load_head
 from draftsmith.heads.mtp.formats import load_native
-from draftsmith.heads.mtp.head import MtpOptions, build
-from draftsmith.heads.mtp.target_layer import ROUTING_BIAS
+from draftsmith.heads.mtp.head import ROUTING_BIAS, MtpOptions, build
 from draftsmith.stages.importing import first_drafts, is_unsettled
 from draftsmith.target.folder import hash_tensor, read_directory
 from draftsmith.target.target import Target, load_target

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from draftsmith.errors import UserError
-from draftsmith.heads.mtp.head import MtpOptions, build
-from draftsmith.heads.mtp.target_layer import ROUTING_BIAS, cached_shapes
+from draftsmith.heads.mtp.head import ROUTING_BIAS, MtpOptions, build, cached_shapes
 from draftsmith.heads.warm_start import adopt_options, restart
 from tests.batches import documents_of, pack
 from tests.models import make_target

@@ -15,7 +15,7 @@ from draftsmith.decoder.drafters.draft_model import check_context
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.drafters.baselines import Supplies, make_baseline
+from draftsmith.eval.drafters.baselines import BASELINES, Supplies
 from draftsmith.eval.drafters.system import SystemUnderTest, head_system, tree_kind
 from draftsmith.eval.training.history import trained_length
 from draftsmith.heads.base import DraftHead
@@ -302,7 +302,7 @@ def _baselines(recipe: Recipe, target: Target, longest: int, tokenizer: Any) -> 
         return [sample.ids[sample.mask].tolist() for sample in read_answers(Path(path)).samples]
 
     supplies = Supplies(spec.num_speculative_tokens, spec.max_k, target.vocab_size, load_model, read_outputs)
-    baselines = [make_baseline(baseline, supplies) for baseline in spec.baselines]
+    baselines = [BASELINES[one.kind](one, supplies) for one in spec.baselines]
     for c in baselines:
         ahead = c.make(c.num_speculative_tokens).num_speculative_tokens
         if target.context_length is not None:

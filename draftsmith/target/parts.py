@@ -45,7 +45,7 @@ from draftsmith.target.target import Target, TargetOutput
 
 PARTS = "target.safetensors"
 """The file in a store: last [B, n, Ht], aux.{k} [B, n, Ht] and final_norm [Ht] of the probe, and `Record` in its metadata."""
-_AGAIN = "make the store again with --redo features"
+_AGAIN, _FETCH = "make the store again with --redo features", "fetch the target again"
 _ROWS = 4096
 
 
@@ -172,7 +172,7 @@ def open_parts(
     record, probe = _read(file)
     files = weight_files(folder, partly=True)
     there = [one for one in files if one.is_file()]
-    spans = {span.name: span for one in there for span in read_header(one, "fetch the target again")}
+    spans = {span.name: span for one in there for span in read_header(one, _FETCH)}
     if dtype not in ("auto", record.dtype) or not {record.embedding, record.projection} <= spans.keys():
         return None
     if len(there) == len(files):
@@ -192,8 +192,11 @@ def open_parts(
             attn_implementation=attention_of(config, attn_implementation),
             trust_remote_code=trust_remote_code,
         )
-    names = {name for name in (record.embedding, record.projection, record.bias) if name is not None}
-    held = {name: nn.Parameter(_read_tensor(spans[name]).to(device, taken), False) for name in names}
+    held = {}
+    for name in filter(None, {record.embedding, record.projection, record.bias}):
+        at = spans[name].file
+        with foreign_code(f"{at} is cut short or damaged", _FETCH), safe_open(at, "pt") as opened:
+            held[name] = nn.Parameter(opened.get_tensor(name).to(device, taken), False)
     model.get_input_embeddings().weight = held[record.embedding]
     projection = model.get_output_embeddings()
     projection.weight = held[record.projection]
@@ -223,25 +226,13 @@ def _read(file: Path) -> tuple[Record, dict[str, Tensor]]:
     return read_dataclass(Record, parse_json(text, str(file), _AGAIN), str(file)), probe
 
 
-def _read_tensor(span: TensorSpan) -> Tensor:
-    with (
-        foreign_code(f"{span.file} is cut short or damaged", "fetch the target again"),
-        safe_open(span.file, "pt") as opened,
-    ):
-        tensor: Tensor = opened.get_tensor(span.name)
-    return tensor
-
-
 def _holds(span: TensorSpan | None, value: Tensor | None) -> bool:
     """Return whether a tensor on disk is `value`, up to its dtype; some rows at a time."""
     if span is None or value is None:
         return span is value
     if span.shape != tuple(value.shape):
         return False
-    with (
-        foreign_code(f"{span.file} is cut short or damaged", "fetch the target again"),
-        safe_open(span.file, "pt") as opened,
-    ):
+    with foreign_code(f"{span.file} is cut short or damaged", _FETCH), safe_open(span.file, "pt") as opened:
         rows = opened.get_slice(span.name)
         starts = range(0, len(value), _ROWS)
         return all(torch.equal(rows[at : at + _ROWS].to(value), value[at : at + _ROWS]) for at in starts)

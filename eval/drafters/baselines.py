@@ -41,11 +41,6 @@ class Supplies:
     read_outputs: Callable[[str], Sequence[Sequence[int]]]
 
 
-def make_baseline(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
-    """Return the drafter that a recipe names. Raises UserError for a model or file that cannot be used."""
-    return BASELINES[spec.kind](spec, supplies)
-
-
 def _prompt_lookup(spec: BaselineSpec, supplies: Supplies) -> SystemUnderTest:
     ngram = spec.max_ngram or MAX_NGRAM
     return SystemUnderTest(
@@ -122,7 +117,7 @@ BASELINES: dict[str, Callable[[BaselineSpec, Supplies], SystemUnderTest]] = {
     "lookahead": _lookahead,
     "draft_model": _draft_model,
 }
-"""What makes the system of each kind."""
+"""What makes the system of each kind, and raises UserError for a model or file that cannot be used."""
 
 
 GENERATE = "transformers: generate"

@@ -10,7 +10,7 @@ from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.eval.drafters.baseline_spec import BaselineSpec
-from draftsmith.eval.drafters.baselines import Supplies, make_baseline
+from draftsmith.eval.drafters.baselines import BASELINES, Supplies
 from draftsmith.eval.drafters.system import SystemUnderTest, head_system, simulate_systems
 from draftsmith.heads.registry import find_method
 from draftsmith.target.target import Target, TargetOutput
@@ -31,10 +31,10 @@ def build(target: Target) -> list[SystemUnderTest]:
     )
     return [
         head_system("dflash", make_head("dflash", target, layer_ids=[1, 4, 6]), 2, 3),
-        make_baseline(BaselineSpec("prompt_lookup"), supplies),
+        BASELINES["prompt_lookup"](BaselineSpec("prompt_lookup"), supplies),
         head_system("dspark", make_head("dspark", target, layer_ids=[0, 4]), 2, 4),
         head_system("medusa", own, 2, 3, tree=StaticTree.of("small", [(0,), (1,), (0, 0)])),
-        make_baseline(BaselineSpec("draft_model", path="small"), supplies),
+        BASELINES["draft_model"](BaselineSpec("draft_model", path="small"), supplies),
     ]
 
 

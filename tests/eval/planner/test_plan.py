@@ -14,8 +14,9 @@ from draftsmith.decoder.loop import Loop
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
+from draftsmith.eval.drafters import baselines
 from draftsmith.eval.drafters.baseline_spec import BaselineSpec
-from draftsmith.eval.drafters.baselines import Supplies, make_baseline
+from draftsmith.eval.drafters.baselines import Supplies
 from draftsmith.eval.drafters.system import DraftInfo, SystemUnderTest, head_system
 from draftsmith.eval.planner.plan import (
     PAYS,
@@ -206,7 +207,8 @@ LONGEST = max(PROMPTS) + ANSWER
 def make_system(target: Target, name: str) -> SystemUnderTest:
     if name in BASELINES:
         supplies = Supplies(4, 4, target.vocab_size, lambda path: make_target(num_hidden_layers=2), lambda path: [])
-        return make_baseline(BASELINES[name], supplies)
+        spec = BASELINES[name]
+        return baselines.BASELINES[spec.kind](spec, supplies)
     method, options, how = SYSTEMS[name]
     head = methods()[method].build(options, target, None).deployed(target).to(target.dtype)
     verifier = head.verifier(target)

@@ -122,10 +122,11 @@ def hardware() -> Hardware:
     """Describe the machine this process runs on."""
     gib = round(psutil.virtual_memory().total / 2**30, 1)
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return Hardware(_cpu_name(), available_cores(), torch.get_num_threads(), gib, ", ".join(gpus) or None)
+    return Hardware(cpu_name(), available_cores(), torch.get_num_threads(), gib, ", ".join(gpus) or None)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the name of the processor, as far as the system tells it."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

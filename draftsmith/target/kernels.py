@@ -1,7 +1,7 @@
 """What a frozen model computes faster than transformers does, with the same numbers or up to rounding.
 
 - Products of 2 to 32 rows on a CPU, by a copy of the weights that oneDNN has laid out for it: 0.5 to 1.0 of the time. For one row, for
-  many, and for small matrices it takes longer.
+  many, and for small matrices it takes longer; for two and three on Intel's processors too, where MKL has kernels of its own.
 - Attention on a CPU. PyTorch's kernel there takes a mask and fewer key heads than query heads at once; transformers copies keys and
   values for every query head where a mask is given, which took longer than the attention itself. One query a row takes the kernel
   four to six times as long in bf16 as a few: those of all heads with the same keys are then given as rows of one head.
@@ -25,7 +25,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-ROWS = range(2, 33)
+from draftsmith.machine import cpu_name
+
+ROWS = range(4 if "Intel" in cpu_name() else 2, 33)
 """Numbers of rows that are multiplied with packed weights."""
 SMALLEST = 300_000
 """The smallest matrix that is packed, in elements."""

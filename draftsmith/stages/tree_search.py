@@ -18,13 +18,12 @@ from rich.table import Table
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.decoder.answers import Request
-from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import PUBLISHED, read_origin, save_found
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.drafters.system import head_system
+from draftsmith.eval.simulate.answers import answer_alone
 from draftsmith.eval.simulate.texts import to_sample
 from draftsmith.eval.tree_search.lengths import Spent, find_floors, fixed, read_chances
 from draftsmith.eval.tree_search.search import (
@@ -39,6 +38,7 @@ from draftsmith.eval.tree_search.search import (
     read_ranks,
     sizes_up_to,
 )
+from draftsmith.foreign.records import Journal
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.formats.recognise import head_digest
 from draftsmith.heads.registry import find_method
@@ -48,6 +48,7 @@ from draftsmith.stages.data import answer_inputs, answers_file, load_samples
 from draftsmith.stages.drafters import load_fitting
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import split_samples
+from draftsmith.storage import fingerprint
 from draftsmith.target.target import Target
 
 NEW_ANSWERS = 300
@@ -346,16 +347,19 @@ def _held_out(session: Session) -> list[Tokenized]:
 
 
 def _answer(session: Session, target: Target, samples: Sequence[Tokenized], sampling: Sampling) -> list[Tokenized]:
-    """Let the target alone answer the prompt of each sample's last answer."""
+    """Let the target alone answer the prompt of each sample's last answer. The run keeps the answers, for when the command was interrupted,
+    and for another search."""
     recipe, requests = session.recipe, []
     longest = min(recipe.data.max_length, target.context_length)
     for sample in samples:
         prompt = sample.ids[: answer_start(sample)].tolist()
         limit = min(recipe.answers.max_new_tokens, longest - len(prompt))
         requests.append(Request.seeded(sample.sample_id, sample.slice, prompt, limit, recipe.seed))
-    requests.sort(key=lambda request: len(request.prompt_ids))
-    decoded = decode_batch(target, TargetAlone(), requests, sampling, rows=recipe.answers.batch)
-    return [to_sample(generation) for generation in decoded.generations]
+    key = fingerprint(
+        [target.fingerprint, target.dtype_name, asdict(sampling), [asdict(request) for request in requests]]
+    )
+    journal = Journal(recipe.run_dir / "search.journal", key)
+    return [to_sample(one) for one in answer_alone(target, requests, sampling, journal, recipe.answers.batch)]
 
 
 def answer_start(sample: Tokenized) -> int:

@@ -112,9 +112,10 @@ def test_without_a_size_the_fastest_is_saved_in_the_run(workplace: Path, capsys:
 
 
 def test_answers_of_another_temperature_are_made_anew(
-    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The miniature repeats itself greedily, which its heads learn: a chain of most likely tokens is then right."""
+    """The miniature repeats itself greedily, which its heads learn: a chain of most likely tokens is then right. Another search finds the
+    answers again."""
     taus = {}
     for temperature in ("1.0", "0"):
         file = tmp_path / f"t{temperature}.json"
@@ -127,6 +128,9 @@ def test_answers_of_another_temperature_are_made_anew(
         assert ("new answers" in origin["calibration"]["source"]) == (temperature == "0")
         taus[temperature] = origin["chosen"]["tau"]
     assert taus["0"] > taus["1.0"] + 0.5
+    monkeypatch.setattr("draftsmith.eval.simulate.answers.decode", None)
+    words = ["--chain", "--evaluate.batch", "1", "--temperature", "0", "--output", str(tmp_path / "chain.json")]
+    assert search(workplace, *words) == 0
 
 
 def test_ranks_give_the_accepted_length_that_the_simulation_gives(workplace: Path) -> None:

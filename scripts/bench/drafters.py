@@ -225,7 +225,8 @@ def main(argv: list[str]) -> int:
     for one in sorted(trainings, key=lambda t: (t.share, t.tau), reverse=True):
         heads.setdefault(one.method, bench.run_dir(one.method, one.rate, one.share))
     results = evaluate(bench, heads, decode=not own.no_decode)
-    facts["trainings"] = [*earlier.get("trainings", []), *map(asdict, trainings)]
+    done = [*earlier.get("trainings", []), *map(asdict, trainings)]
+    facts["trainings"] = list({(one["method"], one["rate"], one["share"]): one for one in done}.values())
     known = earlier.get("temperatures", {})
     places = {f"{result.settings.temperature:g}": result for result in results}
     facts["temperatures"] = {at: table(result, known.get(at, {})) for at, result in places.items()}

@@ -36,10 +36,13 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def rendered(page: str) -> str:
     """Return a page with its reference and its tables as code and results have them."""
-    made = {"reference": reference} | {f"table: {one.__name__}": one for one in (losses, trees, contexts, drift)}
+    made = {"reference": reference} | {f"table: {one.__name__}": one for one in (losses, trees, drift)}
     for mark, text in made.items():
         page = _block(mark).sub(lambda found, text=text: found[1] + text() + found[3], page)  # type: ignore[misc]
-    page = _block(r"table: drafters (\S+)").sub(lambda found: found[1] + drafters(found[2]) + found[4], page)
+    of_files = {one.__name__: one for one in (drafters, contexts)}
+    page = _block(rf"table: ({'|'.join(of_files)}) (.+?)").sub(
+        lambda found: found[1] + of_files[found[2]](*found[3].split()) + found[5], page
+    )
     return _block("results( overall)?: (.+?)").sub(
         lambda found: f"{found[1]}\n{results(found[3].split(), overall_only=bool(found[2]))}\n{found[5]}", page
     )
@@ -113,13 +116,13 @@ def drafters(file: str) -> str:
     return markdown_table(head, rows)
 
 
-def contexts() -> str:
-    """Return tau of every head and window by the length of the context, of scripts/bench/contexts.py."""
-    facts = json.loads((ROOT / "docs" / "results" / "contexts.json").read_text(encoding="utf-8"))
-    lengths, rows = [str(length) for length in facts["lengths"]], list[list[str]]()
-    for name, one in facts["temperatures"]["0"].items():
-        found = [one["tau"][length] for length in lengths]
-        rows.append([name, *(f"{tau:.2f} ({low:.2f} to {high:.2f})" for tau, (low, high) in found)])
+def contexts(*files: str) -> str:
+    """Return tau of every head and window by the length of the context, of results of scripts/bench/contexts.py with the same lengths."""
+    found = [json.loads((ROOT / file).read_text(encoding="utf-8")) for file in files]
+    lengths, rows = [str(length) for length in found[0]["lengths"]], list[list[str]]()
+    for name, one in (pair for facts in found for pair in facts["temperatures"]["0"].items()):
+        taus = [one["tau"][length] for length in lengths]
+        rows.append([name, *(f"{tau:.2f} ({low:.2f} to {high:.2f})" for tau, (low, high) in taus)])
     return markdown_table(("drafter", "the question alone", *(f"{int(n):,} tokens" for n in lengths[1:])), rows)
 
 

@@ -54,7 +54,9 @@ def answering(reply: Reply) -> Iterator[str]:
                 while True:
                     threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
 
-        threading.Thread(target=accept, daemon=True).start()
+        accepting = threading.Thread(target=accept, daemon=True)
+        accepting.start()
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
         with suppress(OSError):
             listening.shutdown(socket.SHUT_RDWR)
+        accepting.join(5)  # else it may accept for the next server, whose socket can have this one's number

@@ -71,14 +71,15 @@ def prepare_training(session: Session, samples: Sequence[Tokenized]) -> Start:
     """Split the samples, choose the draft vocabulary and make the head. Raises UserError for what cannot be trained."""
     train, heldout = split_samples(session, samples)
     warm = load_warm(session.recipe, session.target)
-    vocab = pick_draft_vocab(session, warm, [samples[i] for i in train])
+    learned = [samples[i] for i in train]
+    vocab = pick_draft_vocab(session, warm, learned)
     covered = None
     if vocab is not None:
         size = session.target.vocab_size
-        covered = measure_coverage(vocab, [samples[i] for i in train], [samples[i] for i in heldout], size)
+        covered = measure_coverage(vocab, learned, [samples[i] for i in heldout], size)
         _say_coverage(covered, len(vocab), size, chosen=_chooses_vocab(session, warm))
     torch.manual_seed(session.recipe.seed)
-    longest = max(len(samples[i].ids) for i in train)
+    longest = max(len(sample.ids) for sample in learned)
     head = initial_head(session, warm, vocab, samples)
     if warm is not None and session.recipe.train.resize:
         ours, theirs = (one.describe().get("options", {}) for one in (head, warm))

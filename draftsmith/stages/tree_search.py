@@ -347,8 +347,8 @@ def _held_out(session: Session) -> list[Tokenized]:
 
 
 def _answer(session: Session, target: Target, samples: Sequence[Tokenized], sampling: Sampling) -> list[Tokenized]:
-    """Let the target alone answer the prompt of each sample's last answer. The run keeps the answers, for when the command was interrupted,
-    and for another search."""
+    """Let the target alone answer the prompt of each sample's last answer. A run keeps the answers, for when the command was interrupted,
+    and for another search; a folder that is no run, as with --head, is left as it is."""
     recipe, requests = session.recipe, []
     longest = min(recipe.data.max_length, target.context_length)
     for sample in samples:
@@ -358,7 +358,8 @@ def _answer(session: Session, target: Target, samples: Sequence[Tokenized], samp
     key = fingerprint(
         [target.fingerprint, target.dtype_name, asdict(sampling), [asdict(request) for request in requests]]
     )
-    journal = Journal(recipe.run_dir / "search.journal", key)
+    run = recipe.run_dir
+    journal = Journal(run / "search.journal" if (run / "run.json").is_file() else None, key)
     return [to_sample(one) for one in answer_alone(target, requests, sampling, journal, recipe.answers.batch)]
 
 

@@ -128,6 +128,10 @@ def test_answers_of_another_temperature_are_made_anew(
         assert ("new answers" in origin["calibration"]["source"]) == (temperature == "0")
         taus[temperature] = origin["chosen"]["tau"]
     assert taus["0"] > taus["1.0"] + 0.5
+    run, other = str(workplace / "run"), tmp_path / "other"
+    places = ["--head", run, "--data_dir", run, "--output_dir", str(other), "--output", str(tmp_path / "again.json")]
+    assert search(workplace, "--nodes", "3", "--temperature", "0", *places) == 0
+    assert not other.exists(), "a run that is not there would be refused as somebody's folder"
     monkeypatch.setattr("draftsmith.eval.simulate.answers.decode", None)
     words = ["--chain", "--evaluate.batch", "1", "--temperature", "0", "--output", str(tmp_path / "chain.json")]
     assert search(workplace, *words) == 0

@@ -1,7 +1,8 @@
 """Draft heads with rounded weights, to measure what precision costs in acceptance: weight-only quantization of a head's linear layers.
 
-The numbers are those of torchao's Int8WeightOnly, Int4WeightOnly (symmetric) and Float8WeightOnly rules, given back in the head's own
-dtype: acceptance is that of the quantized head on any device, and speed that of the dtype.
+The numbers are those of torchao's Int8WeightOnly, Int4WeightOnly (symmetric) and Float8WeightOnly rules, or bfloat16, given back in the
+head's own dtype: acceptance is that of the quantized head on any device, and speed that of the dtype; of bfloat16 on a CPU it is more, see
+`draftsmith.target.kernels`.
 """
 
 from collections.abc import Mapping
@@ -14,8 +15,9 @@ from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.target.tuned import view_of
 
-BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4, "float8": 8})
-"""The kinds of weights and their bits: int8 and float8 (e4m3) with a scale per output channel, int4 with one per group of a row."""
+BITS: Mapping[str, int] = MappingProxyType({"int8": 8, "int4": 4, "float8": 8, "bfloat16": 16})
+"""The kinds of weights and their bits: int8 and float8 (e4m3) with a scale per output channel, int4 with one per group of a row,
+bfloat16 with none."""
 _GROUPS = (128, 64, 32)
 """Sizes of the groups of int4; the largest that divides a layer's width is taken."""
 
@@ -45,6 +47,8 @@ def round_weights(weight: Tensor, kind: str) -> Tensor:
     Integers of b bits lie on multiples of a scale s = max|w| / ((2^b - 1) / 2), from -2^(b-1) to 2^(b-1) - 1; float8 is the nearest
     e4m3 number of w / s, s = max|w| / 448 (torchao: choose_qparams_affine with a symmetric mapping; Float8Tensor.from_hp).
     """
+    if kind == "bfloat16":
+        return weight.bfloat16().to(weight.dtype)
     groups = weight.unflatten(1, (-1, _group(weight.shape[1]) if kind == "int4" else weight.shape[1]))
     largest = groups.abs().amax(2, keepdim=True)
     if kind == "float8":
@@ -63,7 +67,7 @@ def weight_bytes(head: DraftHead, kind: str | None = None) -> int:
     for module in _layers(head, kind) if kind else ():
         if id(weight := module.weight) in weights:
             group = module.in_features if kind != "int4" else _group(module.in_features)
-            scales = weight.numel() // group * weight.element_size()
+            scales = 0 if kind == "bfloat16" else weight.numel() // group * weight.element_size()
             weights[id(weight)] = weight.numel() * BITS[str(kind)] / 8 + scales
     return round(sum(weights.values()))
 

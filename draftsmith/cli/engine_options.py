@@ -74,7 +74,7 @@ VERIFY = (
     Option(
         "--prompts FILE", "With --served: on the prompts of this file of conversations, not the bundle's few.", Path
     ),
-    Option("--weights KIND", "With --served: the head's weights rounded to int8, int4 or float8, too.", text),
+    Option("--weights KIND", "With --served: the head's weights rounded to int8, int4, float8 or bfloat16, too.", text),
     Option("--gguf-pre NAME", "llama.cpp's name of the target's pre-tokenizer, where it does not recognise it.", text),
     Option("--output FILE", "Write the verdict, and what was seen, there as JSON.", Path),
 )

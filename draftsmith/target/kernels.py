@@ -1,16 +1,20 @@
 """What a frozen model computes faster than transformers does, with the same numbers or up to rounding.
 
-- Products of 2 to 32 rows on a CPU, by a copy of the weights that oneDNN has laid out for it: 0.5 to 1.0 of the time. For one row, for
-  many, and for small matrices it takes longer; for two and three on Intel's processors too, where MKL has kernels of its own.
+- Products on a CPU, by a copy of the weights that oneDNN has laid out for it: 0.5 to 0.7 of the time on AMD's processors, where MKL runs
+  kernels for older ones. On Intel's MKL's own are as fast for many rows, and faster for less than four. What counts are weights that
+  come from memory, as they do in a pass of a model: from a cache a single row is faster as it is, and so are small matrices.
+- Products of up to 24 rows with weights that float16 holds, as it does most of what was bfloat16: read in half of the bytes by FBGEMM, and
+  multiplied and summed in float32.
 - Attention on a CPU. PyTorch's kernel there takes a mask and fewer key heads than query heads at once; transformers copies keys and
   values for every query head where a mask is given, which took longer than the attention itself. One query a row takes the kernel
-  four to six times as long in bf16 as a few: those of all heads with the same keys are then given as rows of one head.
+  several times as long in bf16 as a few: those of all heads with the same keys are then given as rows of one head.
 - RMS norms in one operation: launching the six of transformers' takes most of a small norm's time.
 
-Measured in docs/results/decoder/products.json.
+Measured in docs/results/decoder/passes.json.
 """
 
 import inspect
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -27,15 +31,40 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from draftsmith.machine import cpu_name
 
-ROWS = range(4 if "Intel" in cpu_name() else 2, 33)
+ROWS = range(4, 33) if "Intel" in cpu_name() else range(1, sys.maxsize)
 """Numbers of rows that are multiplied with packed weights."""
+HALF_ROWS = range(1, 25)
+"""Numbers of rows that are multiplied with float16 weights."""
+_LAID_OUT_FOR = 4
+"""The rows that oneDNN lays weights out for; a layout for one row takes longer for any number, one included."""
 SMALLEST = 300_000
 """The smallest matrix that is packed, in elements."""
 _MEMORY_SHARE = 0.25
 """Share of the free memory that the packed copies of a model may take."""
 
+
+class _Packed:
+    """Copies of weights [n, k], made when they are first needed. state: what changes with the weights. halves: FBGEMM's and what its
+    products are multiplied by, None where float16 does not hold the weights. full: oneDNN's."""
+
+    def __init__(self, weight: Tensor, state: tuple[int, int]) -> None:
+        self.state, self.halves, self.full = state, _halves(weight.detach()), None
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x [..., k] times the weights [..., n]."""
+        if self.halves is not None and x.numel() // x.shape[-1] in HALF_ROWS:
+            packed, scale = self.halves
+            scaled: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed).mul_(scale)
+            return scaled if bias is None else scaled.add_(bias)
+        if self.full is None:
+            with torch.inference_mode(False):
+                self.full = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _LAID_OUT_FOR)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.full, bias, "none", [], "")
+        return product
+
+
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Weights to (data_ptr, version, packed copy); a copy lives as long as its weights."""
+"""Weights to their copies, which live as long as they."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -44,15 +73,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Without gradients only; a weight that was changed in place is packed again. Weights that are not kept by a module should not
     come here, as each is packed once.
     """
-    if x.numel() // x.shape[-1] not in ROWS or not _packs(x, weight):
+    rows = x.numel() // x.shape[-1]
+    if (rows not in ROWS and rows not in HALF_ROWS) or not _packs(x, weight):
         return F.linear(x, weight, bias)
     state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
     kept = _packed.get(weight)
-    if kept is None or kept[0] != state:
-        with torch.inference_mode(False):
-            kept = _packed[weight] = (state, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS[0]))
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, kept[1], bias, "none", [], "")
-    return product
+    if kept is None or kept.state != state:
+        kept = _packed[weight] = _Packed(weight, state)
+    if rows not in ROWS and kept.halves is None:
+        return F.linear(x, weight, bias)
+    return kept.product(x, weight, bias)
+
+
+def _halves(weight: Tensor) -> tuple[Any, float] | None:
+    """Return weights [n, k] as FBGEMM's float16 and what products are multiplied by, None where float16 does not hold them all. They are
+    multiplied by a power of two first, so that its range is used."""
+    if not _has_fbgemm():
+        return None
+    _, exponent = torch.frexp(weight.abs().amax())
+    scale = 2.0 ** (15 - int(exponent))
+    scaled = weight * scale
+    if not torch.equal(scaled.half().float(), scaled) or not torch.equal(scaled / scale, weight):
+        return None
+    return torch.ops.quantized.linear_prepack_fp16(scaled, None), 1 / scale
 
 
 def _packs(x: Tensor, weight: Tensor) -> bool:
@@ -80,6 +123,12 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 @cache
 def _has_kernel() -> bool:
     return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+@cache
+def _has_fbgemm() -> bool:
+    # FBGEMM itself falls back to a slow kernel where the processor has no AVX2.
+    return torch.backends.quantized.engine in ("x86", "fbgemm") and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 
 
 class PackedLinear(nn.Linear):

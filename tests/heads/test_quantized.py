@@ -56,10 +56,12 @@ def test_every_method_is_rounded_as_torchao_says(name: str, kind: str) -> None:
             continue
         largest = exact.unflatten(1, (-1, groups)).abs().amax(2, keepdim=True)
         error = (rounded[key] - exact).unflatten(1, (-1, groups)).abs()
-        # Half a step of an integer grid; of 3 bits of mantissa, half of an eighth of the number, or of the smallest step.
+        # Half a step of an integer grid; of 3 bits of mantissa, half of an eighth of the number, or of the smallest step; of 7, of a 128th.
         step = (
             largest / 448 * 2**-9 + exact.unflatten(1, (-1, groups)).abs() / 8
             if kind == "float8"
+            else exact.unflatten(1, (-1, groups)).abs() / 128
+            if kind == "bfloat16"
             else largest / (2 ** (BITS[kind] - 1) - 1)
         )
         assert bool((error <= 0.51 * step + 1e-8).all())
@@ -95,7 +97,7 @@ def test_texts_stay_exact_and_the_simulation_is_of_the_rounded_head(kind: str) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("kind", [kind for kind in BITS if kind != "bfloat16"])
 def test_the_numbers_are_those_of_torchao(kind: str, dtype: torch.dtype) -> None:
     torchao = pytest.importorskip("torchao.quantization")
     config = {

@@ -15,7 +15,7 @@ from draftsmith.decoder.cache import KVCache
 from draftsmith.decoder.draft import Draft
 from draftsmith.decoder.slots import run_draft
 from draftsmith.target import kernels
-from draftsmith.target.kernels import GROUPED, ROWS, PackedLinear, RMSNorm, fuse_norms, linear, pack_linears
+from draftsmith.target.kernels import GROUPED, HALF_ROWS, ROWS, PackedLinear, RMSNorm, fuse_norms, linear, pack_linears
 from draftsmith.target.target import load_target
 from tests.models import save_tiny_target, tiny_model
 
@@ -47,7 +47,37 @@ def test_a_product_is_that_of_pytorch(rows: int, bias: bool, calls: list[int]) -
     layer = nn.Linear(48, 80, bias=bias)
     x = torch.randn(rows, 48)
     torch.testing.assert_close(linear(x, layer.weight, layer.bias), F.linear(x, layer.weight, layer.bias))
-    assert calls == ([rows] if rows in ROWS else [])
+    assert calls == ([rows] if rows in ROWS or rows in HALF_ROWS else [])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 4, 24, 25])
+@pytest.mark.parametrize("size", [1e-30, 0.02, 1e30])
+@torch.no_grad()
+def test_weights_that_were_bfloat16_are_read_as_float16(size: float, rows: int, bias: bool) -> None:
+    if not kernels._has_fbgemm():
+        pytest.skip("FBGEMM has no kernel for this processor")
+    weight = (torch.randn(80, 48).clamp(min=1e-3) * size).bfloat16().float()
+    x, added = torch.randn(2, rows, 48)[0], torch.randn(80) * size if bias else None
+    kernels._packed.clear()
+    found, expected = linear(x, weight, added), F.linear(x.double(), weight.double()) + (0 if added is None else added)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * size)
+    if rows in HALF_ROWS:
+        kept = kernels._packed[weight]
+        assert kept.halves is not None
+        assert kept.full is None
+        assert torch.equal(linear(x[-1:], weight, added), found[-1:]), "a row's product depends on no other"
+
+
+@pytest.mark.parametrize("number", [1 + 2**-11, 2**-40])
+@torch.no_grad()
+def test_weights_that_float16_does_not_hold_are_not_rounded(number: float) -> None:
+    weight = torch.ones(80, 48)
+    weight[3, 5] = number
+    assert kernels._halves(weight) is None
+    x = torch.zeros(4, 48)
+    x[:, 5] = 1
+    assert linear(x, weight)[0, 3] == number
 
 
 @torch.no_grad()

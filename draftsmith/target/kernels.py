@@ -37,7 +37,7 @@ HALF_ROWS = range(1, 25)
 """Numbers of rows that are multiplied with float16 weights."""
 _LAID_OUT_FOR = 4
 """The rows that oneDNN lays weights out for; a layout for one row takes longer for any number, one included."""
-SMALLEST = 300_000
+SMALLEST = 100_000
 """The smallest matrix that is packed, in elements."""
 _MEMORY_SHARE = 0.25
 """Share of the free memory that the packed copies of a model may take."""

@@ -92,10 +92,11 @@ def _halves(weight: Tensor) -> tuple[Any, float] | None:
         return None
     _, exponent = torch.frexp(weight.abs().amax())
     scale = 2.0 ** (15 - int(exponent))
-    scaled = weight * scale
-    if not torch.equal(scaled.half().float(), scaled) or not torch.equal(scaled / scale, weight):
-        return None
-    return torch.ops.quantized.linear_prepack_fp16(scaled, None), 1 / scale
+    for piece in weight.split(1024):
+        scaled = piece * scale
+        if not torch.equal(scaled.half().float(), scaled) or not torch.equal(scaled / scale, piece):
+            return None
+    return torch.ops.quantized.linear_prepack_fp16(weight * scale, None), 1 / scale
 
 
 def _packs(x: Tensor, weight: Tensor) -> bool:
@@ -140,10 +141,11 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Let every plain linear layer of a frozen model on a CPU multiply with packed weights, if copies of them fit well in memory."""
+    """Let every plain linear layer of a frozen model on a CPU multiply with packed weights, if copies of them fit well in memory: one of
+    each size, and one of half of it."""
     layers: list[Any] = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() >= SMALLEST]
-    copies = sum(m.weight.numel() * m.weight.element_size() for m in layers if m.weight.device.type == "cpu")
-    if copies <= _MEMORY_SHARE * psutil.virtual_memory().available:
+    size = sum(m.weight.numel() * m.weight.element_size() for m in layers if m.weight.device.type == "cpu")
+    if 1.5 * size <= _MEMORY_SHARE * psutil.virtual_memory().available:
         for module in layers:
             module.__class__ = PackedLinear
 

@@ -1,5 +1,5 @@
-"""Time passes of a target over more and more tokens with packed weights and without, in turns, on one thread:
-python -m scripts.bench.passes --target T --output docs/results/decoder/passes.json
+"""Time passes of a target over more and more tokens on one thread, in turns: with weights as they are, with oneDNN's packed ones, and
+rounded to bfloat16, which float16 holds: python -m scripts.bench.passes --target T --output docs/results/decoder/passes.json
 
 Weights come from memory, as they do while a model writes; one matrix timed alone comes from a cache, and says the opposite.
 """
@@ -20,32 +20,35 @@ from scripts.bench.commands import facts_of, keep
 
 CONTEXT = 100
 """The tokens behind which every pass stands."""
-TOKENS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 256, 1024)
-WAYS = {"plain_ms": range(0), "packed_ms": range(1, sys.maxsize)}
-"""The numbers of rows that are multiplied with packed weights; draftsmith's own are `kernels.ROWS`."""
+TOKENS = (1, 2, 3, 4, 6, 8, 16, 24, 32, 64, 256, 1024)
+NONE, ALL = range(0), range(1, sys.maxsize)
+WAYS = {"plain": (NONE, NONE), "packed": (ALL, NONE), "half": (ALL, kernels.HALF_ROWS)}
+"""The numbers of rows that are multiplied with packed and with float16 weights. draftsmith's own are those of `kernels`."""
 
 
 @torch.inference_mode()
-def measure(model: Any, repeats: int) -> list[dict[str, Any]]:
-    """Return for each number of tokens the CPU time of a pass each way, the median of the repeats, and their ratio from pairs."""
-    ids = torch.randint(
-        3, model.config.vocab_size, (1, CONTEXT + max(TOKENS)), generator=torch.Generator().manual_seed(0)
-    )
-    cache, found = DynamicCache(), []
-    model(ids[:, :CONTEXT], past_key_values=cache)
+def measure(models: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
+    """Return for each number of tokens the CPU time of a pass each way, the median of the repeats, in milliseconds."""
+    vocabulary = next(iter(models.values())).config.vocab_size
+    ids = torch.randint(3, vocabulary, (1, CONTEXT + max(TOKENS)), generator=torch.Generator().manual_seed(0))
+    caches = {way: DynamicCache() for way in models}
+    for way, model in models.items():
+        kernels.ROWS, kernels.HALF_ROWS = WAYS[way]
+        model(ids[:, :CONTEXT], past_key_values=caches[way])
+
+    def once(way: str, tokens: int) -> float:
+        kernels.ROWS, kernels.HALF_ROWS = WAYS[way]
+        some, start = ids[:, CONTEXT : CONTEXT + tokens], time.process_time()
+        models[way](some, past_key_values=caches[way], logits_to_keep=min(tokens, 64))
+        caches[way].crop(-tokens)
+        return 1000 * (time.process_time() - start)
+
+    found = []
     for tokens in TOKENS:
-        times: dict[str, list[float]] = {name: [] for name in WAYS}
-        for repeat in range(repeats + 1):
-            for name, kernels.ROWS in WAYS.items():
-                start = time.process_time()
-                model(ids[:, CONTEXT : CONTEXT + tokens], past_key_values=cache, logits_to_keep=min(tokens, 64))
-                if repeat:  # the first packs
-                    times[name].append(1000 * (time.process_time() - start))
-                cache.crop(CONTEXT)
-        ratio = median(packed / plain for plain, packed in zip(*times.values(), strict=True))
-        found.append(
-            {"tokens": tokens} | {k: round(median(v), 2) for k, v in times.items()} | {"ratio": round(ratio, 3)}
-        )
+        # The first round packs.
+        rounds = [{way: once(way, tokens) for way in models} for _ in range(repeats + 1)][1:]
+        times = {f"{way}_ms": round(median(r[way] for r in rounds), 2) for way in models}
+        found.append({"tokens": tokens} | times)
     return found
 
 
@@ -57,12 +60,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path)
     own = parser.parse_args(argv)
     torch.set_num_threads(1)
-    target = draftsmith.load_target(own.target, dtype="float32")
-    facts = facts_of("passes", argv) | {
-        "parameters": sum(p.numel() for p in target.model.parameters()),
-        "context": CONTEXT,
-    }
-    return keep(own.output, facts | {"passes": measure(target.model, own.repeats)})
+    model, rounded = (draftsmith.load_target(own.target, dtype="float32").model for _ in range(2))
+    rounded.bfloat16().float()
+    facts = facts_of("passes", argv) | {"parameters": model.num_parameters(), "context": CONTEXT}
+    return keep(
+        own.output, facts | {"passes": measure({"plain": model, "packed": model, "half": rounded}, own.repeats)}
+    )
 
 
 if __name__ == "__main__":

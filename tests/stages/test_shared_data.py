@@ -1,6 +1,7 @@
 """Answers and hidden states that several processes make are those of one, however many there are and whenever they are killed."""
 
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,9 +60,18 @@ def test_hidden_states_are_those_of_one_process_whatever_is_killed(tmp_path: Pat
         folder = tmp_path / f"killed-{round_}"
         for size in (2, 3):
             at = draw.randrange(1, 12 if size == 2 else 5)  # the second finds what the first has left
-            killed = in_processes(
-                size, work(folder.name), tmp_path / "log", lambda join, at=at, folder=folder: kill_at(at, folder, join)
-            )
+            while not (
+                killed := in_processes(
+                    size,
+                    work(folder.name),
+                    tmp_path / "log",
+                    lambda join, at=at, folder=folder: kill_at(at, folder, join),
+                )
+            ):
+                # On a busy machine the others may leave it fewer chunks than that.
+                assert at > 1
+                at //= 2
+                shutil.rmtree(folder)
             assert killed == -9
         assert not read_index(folder).complete
         assert in_processes(2, work(folder.name), tmp_path / "log") == 0

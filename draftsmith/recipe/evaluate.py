@@ -40,7 +40,7 @@ class DraftSpec:
     floors: list[float] | None = field(default=None, metadata=LATER | within(0, 2, items=64))
     """chain: a threshold for each token that a draft may hold, as many as there are floors; above 1 none. `search-tree --chain` finds them."""
     weights: Literal["int8", "int4", "float8", "bfloat16"] | None = field(default=None, metadata=LATER)
-    """The head's linear layers with weights rounded to this, as torchao does; null: as they are. Texts stay exact."""
+    """The head's linear layers with weights rounded to this, all but bfloat16 as torchao does; null: as they are. Texts stay exact."""
     window: int | None = field(default=None, metadata=LATER | TOKENS)
     """The head's attention sees no more than the last so many tokens of the text; null: as many as it was trained with."""
     heads: list[str] = field(default_factory=list, metadata=LATER)

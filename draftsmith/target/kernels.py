@@ -10,7 +10,7 @@
   several times as long in bf16 as a few: those of all heads with the same keys are then given as rows of one head.
 - RMS norms in one operation: launching the six of transformers' takes most of a small norm's time.
 
-Measured in docs/results/decoder/passes.json.
+Products are measured in docs/results/decoder/passes.json.
 """
 
 import inspect

@@ -19,6 +19,7 @@ from draftsmith.eval.drafters.baselines import BASELINES, Supplies
 from draftsmith.eval.drafters.system import SystemUnderTest, head_system, tree_kind
 from draftsmith.eval.training.history import trained_length
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.export.export import engines_without
 from draftsmith.heads.files import weights_file
 from draftsmith.heads.formats.recognise import head_digest, load_head, recognise, refuse_head, refuse_other_files
 from draftsmith.heads.record import check_made_for
@@ -134,13 +135,19 @@ def _compared_folders(recipe: Recipe) -> dict[str, Path]:
     return {name: find_head(recipe, Path(folder), f"evaluate.beside.{name}") for name, folder in named}
 
 
-def with_trained_lengths(
-    recipe: Recipe, own_folder: Path, heads: Mapping[str, DraftHead], drafters: list[SystemUnderTest]
+def with_records(
+    recipe: Recipe, own_folder: Path, heads: Mapping[str, DraftHead], target: Target, drafters: list[SystemUnderTest]
 ) -> list[SystemUnderTest]:
-    """Return the drafters with the length that their heads, of `load_heads`, were trained to, as far as their runs record it."""
+    """Return the drafters with the length that their heads, of `load_heads`, were trained to, as far as their runs record it, and those of
+    the run's own head with the engines that do not compute it."""
     folders = [own_folder, *_compared_folders(recipe).values()]
     lengths = {id(head): trained_length(folder) for head, folder in zip(heads.values(), folders, strict=True)}
-    return [replace(c, trained_length=lengths.get(id(c.head))) for c in drafters]
+    own = next(iter(heads.values()))
+    without = {id(own): engines_without(own, target)}
+    return [
+        replace(c, trained_length=lengths.get(id(c.head)), engines_without=without.get(id(c.head), ()))
+        for c in drafters
+    ]
 
 
 def check_named_drafters(recipe: Recipe) -> None:

@@ -27,7 +27,7 @@ from draftsmith.stages.drafters import (
     drafter_digests,
     load_heads,
     select_drafters,
-    with_trained_lengths,
+    with_records,
 )
 from draftsmith.stages.evaluator import Evaluation, decode_drafters, simulate_drafters
 from draftsmith.stages.planning import (
@@ -112,7 +112,7 @@ def drafters_of(session: Session, target: Target, prompts: Prompts) -> list[Syst
     recipe, folder, warn, compared = session.recipe, session.head_folder, session.warn, session.original is not None
     heads, longest = load_heads(recipe, folder, target, warn), prompts.longest_text
     drafters = select_drafters(recipe, heads, target, longest, session.tokenizer, warn, compared=compared)
-    return with_trained_lengths(recipe, folder, heads, drafters)
+    return with_records(recipe, folder, heads, target, drafters)
 
 
 def _measure(

@@ -45,7 +45,7 @@ class DraftInfo:
     parameters: the head's trained ones (and an adapter's), or those of the draft model. tuned: a target that was tuned with it
     verifies its drafts. layer_ids: the target's layers that the head reads; num_heads: of Medusa; both are what engines are told.
     engine_tokens: the draft length that they are told whatever K is planned, null where it is K. exported: whether an export drafts so
-    in engines: with the window that the head was trained with, and all of its passes.
+    in engines: with the window that the head was trained with, and all of its passes. engines_without: see the function.
     trained_length: tokens of the longest text that the head learned from, null where that is not recorded. weights: what a head's
     are rounded to, null for as they are; weight_bytes: of these, or of the draft model's. cache_bytes: of a token in the KV cache of
     its own, 0 without one; cache_slots: what a row of it holds beyond its text. vocabulary: the tokens that a head drafts among, 0
@@ -69,6 +69,7 @@ class DraftInfo:
     vocabulary: int | None = None
     engine_tokens: int | None = field(default=None, metadata=LATER)
     exported: bool = field(default=True, metadata=LATER)
+    engines_without: tuple[str, ...] = field(default=(), metadata=LATER)
 
     def unlike(self, other: "DraftInfo") -> str:
         """Return what makes it another drafter than `other`, as far as both say, in words that follow "has"; empty for the same."""
@@ -98,7 +99,7 @@ class Way:
 class SystemUnderTest:
     """One drafter of an evaluation.
 
-    method, parameters, trained_length, weights, weight_bytes: see `DraftInfo`. make: drafter of a draft length up to max_k.
+    method, parameters, trained_length, weights, weight_bytes, engines_without: see `DraftInfo`. make: drafter of a draft length up to max_k.
     num_speculative_tokens: K of the decoded run. tree: None for a chain. drawn: a static tree's children are drawn from the head's
     distribution. typical: the lossy rule, None for lossless acceptance. simulate: None where acceptance cannot be computed from the
     text alone. fixed_length: every round drafts as many tokens as fit, so that K tells what a round costs. fingerprint: of the draft
@@ -131,6 +132,7 @@ class SystemUnderTest:
     shape: str | None = None
     most_nodes: int | None = None
     budgets: tuple[int, ...] = ()
+    engines_without: tuple[str, ...] = ()
 
     @property
     def counts_drafts(self) -> bool:
@@ -188,6 +190,7 @@ class SystemUnderTest:
             vocabulary=vocabulary,
             engine_tokens=None if self.head is None else self.head.engine_tokens,
             exported=self.window is None and (self.head is None or self.head.in_engines() is self.head),
+            engines_without=self.engines_without,
         )
 
 

@@ -52,6 +52,15 @@ class Export:
             )
         return export
 
+    def dtype_of(self, result: Result) -> str:
+        """Return the dtype of the files, and of their target in engines, for a result's recipe."""
+        return result.settings.dtype if self.dtype == "auto" else self.dtype
+
+    def chains_of(self, result: Result) -> tuple[str, ...]:
+        """Return the names that a chain of the run's own head has in a result, as it is and with the rounded weights that the files have."""
+        method = own.method if (own := next(iter(result.drafters.values())).draft) is not None else ""
+        return (method, f"{method}, {self.dtype_of(result)}")
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -125,9 +134,9 @@ def make_decision(
     pays = verdict.action in (Action.DEPLOY, Action.CHANGE_K)
     rules = served = (make_rules if pays else no_rules)(plan, verdict.option)
     if pays and rules.tree is not None:
-        # The fastest chain of the run's own head that pays, which has the name of the method.
-        own = plan.results[0].drafters[plan.own].draft
-        chains = (o for o in plan.over_temperatures(plan.batch) if own is not None and o.drafter == own.method)
+        # The fastest chain of the run's own head that pays.
+        names = export.chains_of(plan.results[0])
+        chains = (o for o in plan.over_temperatures(plan.batch) if o.drafter in names)
         chain = next((o for o in chains if plan.tree(o) is None and max(plan.gains(o)[0]) >= PAYS), None)
         served = no_rules(plan, verdict.option) if chain is None else make_rules(plan, chain)
         verdict = replace(verdict, reasons=(*verdict.reasons, _instead_of_a_tree(plan, chain)))
@@ -215,19 +224,18 @@ _SOURCES = {"llama_cpp": "LLAMA_CPP", "tensorrt_llm": "TENSORRT_LLM"}
 def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     """Return what starts each engine that reads the run's own head, by its name in ENGINES; empty where the decision is to leave
     speculation off, and for what is not served as planned: other heads, windows and weights than an export's, a block of another length,
-    lossy drafts, and a tuned target, which the export's README starts. Where a tree is fastest they are started with the fastest chain.
+    lossy drafts, a head that the engine does not compute, and a tuned target, which the export's README starts. Where a tree is fastest
+    they are started with the fastest chain.
 
     The layout is that of the recipe, as far as it holds heads of the method; whether an engine can divide this head over the GPUs is
     for the export to say."""
     rules, export, result = decision.served, decision.export, decision.plan.results[0]
-    drafters, gpus = result.drafters, export.tensor_parallel
-    draft, first = drafters[rules.drafter].draft, next(iter(drafters))
-    # A chain of the run's own head is the first drafter, or has the name of its method.
-    own = drafters[first].draft
-    if not rules.largest_batch or draft is None or rules.drafter not in (first, own and own.method):
+    gpus, dtype, draft = export.tensor_parallel, export.dtype_of(result), result.drafters[rules.drafter].draft
+    ours = (next(iter(result.drafters)), *export.chains_of(result))
+    if not rules.largest_batch or draft is None or rules.drafter not in ours:
         return {}
     known = layouts_of(draft.method) if is_known(draft.method) else {}
-    held = draft.exported and draft.tree is None and not (draft.lossy or draft.tuned or draft.weights)
+    held = draft.exported and draft.tree is None and draft.weights in (None, dtype) and not (draft.lossy or draft.tuned)
     if not known or not held or draft.engine_tokens not in (None, rules.num_speculative_tokens):
         return {}
     layout = known.get(export.layout or "") or known[default_layout(draft.method, result.target.path)]
@@ -238,7 +246,7 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
         draft=os.path.join(decision.exports, layout.name),
         target=str(Path(target).absolute()) if Path(target).exists() else target,
         tokens=rules.num_speculative_tokens,
-        dtype=result.settings.dtype if export.dtype == "auto" else export.dtype,
+        dtype=dtype,
         gpus=gpus,
         layer_ids=draft.layer_ids,
         heads=draft.num_heads,
@@ -248,7 +256,8 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     return {
         engine: served.start(replace(serving, files=decision.settings and os.path.join(decision.settings, engine)))
         for engine, served in layout.engines.items()
-        if target_obstacle(layout, engine, target, architectures) is None
+        if f"{layout.name}/{engine}" not in draft.engines_without
+        and target_obstacle(layout, engine, target, architectures) is None
         and (gpus == 1 or ENGINES[engine].split is not one_gpu)
     }
 

@@ -18,7 +18,7 @@ from draftsmith.heads.base import DraftHead, drafting
 from draftsmith.heads.checkpoint import CONFIG, EMBEDDING, borrows_embedding, model_directory
 from draftsmith.heads.export.readme import README, Exported, write_readme
 from draftsmith.heads.formats.engines import ENGINES, Adapter, Again, Serving, split_obstacle
-from draftsmith.heads.formats.layout import Layout, default_layout, find_layout
+from draftsmith.heads.formats.layout import Layout, default_layout, find_layout, layouts_of
 from draftsmith.heads.formats.schema import FLOATS, Export, ModelFiles, flatten, target_reference
 from draftsmith.heads.record import NO_HISTORY, RECORD, History, Passport, facts_of, what_it_reads, write_passport
 from draftsmith.target.identity import TargetIdentity
@@ -162,6 +162,21 @@ def convert_head(
     _check_split(chosen, serve or list(chosen.engines), files, tensor_parallel)
     chosen.schema.check(files)
     return files
+
+
+def engines_without(head: DraftHead, target: Target) -> tuple[str, ...]:
+    """Return the engines that do not compute the head as it was trained though they read its method, each as LAYOUT/ENGINE, for every
+    layout of the method."""
+    found: list[str] = []
+    for layout in layouts_of(head.method).values():
+        try:
+            files = convert_head(head, target, layout=layout.name)
+        except UserError:
+            without = list(layout.engines)
+        else:
+            without = [e for e in layout.engines if layout.blocking_rule(e, files, target, head.served()) is not None]
+        found += [f"{layout.name}/{engine}" for engine in without]
+    return tuple(found)
 
 
 def _check_split(layout: Layout, engines: list[str], files: ModelFiles, gpus: int) -> None:

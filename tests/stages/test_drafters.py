@@ -23,7 +23,13 @@ from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build as build_medusa
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.schema import Recipe
-from draftsmith.stages.drafters import at_temperature, check_named_drafters, load_compared, select_drafters
+from draftsmith.stages.drafters import (
+    at_temperature,
+    check_named_drafters,
+    load_compared,
+    select_drafters,
+    with_records,
+)
 from draftsmith.stages.session import Session
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
@@ -104,6 +110,19 @@ def test_baselines_are_measured_with_the_heads(session: Session, workplace: Path
     assert (drafter.num_speculative_tokens, drafter.width) == (4, session.target.vocab_size)
     assert draft.info.parameters == sum(p.numel() for p in drafter.model.model.parameters())
     assert draft.fingerprint == drafter.model.fingerprint
+
+
+def test_results_name_the_engines_that_do_not_compute_the_runs_own_head(
+    session: Session, workplace: Path, heads: dict[str, DraftHead]
+) -> None:
+    """Of another head they say nothing: a plan starts engines with the run's own."""
+    options = Eagle3Options(layer_ids=[2, 4, 6], sliding_window=16)
+    ours = {"eagle3": build_eagle(options, session.target, None), "medusa": heads["medusa"], "other": heads["eagle3"]}
+    recipe = recipe_with(workplace, "--evaluate.drafts", "[{tree: chain}]")
+    found = with_records(recipe, workplace, {"eagle3": ours["eagle3"]}, session.target, select(session, recipe, ours))
+    assert {"eagle3/sglang", "eagle3/tensorrt_llm"} <= set(found[0].info.engines_without)
+    assert "eagle3/vllm" not in found[0].info.engines_without
+    assert [c.info.engines_without for c in found[1:]] == [(), ()]
 
 
 def test_windows_are_measured_beside_the_whole_text_with_heads_that_take_one(

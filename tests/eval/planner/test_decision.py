@@ -114,6 +114,23 @@ def test_what_an_export_does_not_hold_is_not_started(changes: dict[str, Any]) ->
     assert engine_settings(with_draft(decision(), **changes)) == {}
 
 
+def test_engines_that_do_not_compute_the_head_are_not_started() -> None:
+    made = with_draft(decision(method="eagle3"), engines_without=("eagle3/sglang", "eagle3_llama_cpp/llama_cpp"))
+    assert engine_settings(made).keys() == {"vllm", "tensorrt_llm"}
+
+
+@pytest.mark.parametrize(("dtype", "started"), [("bfloat16", True), ("float16", False), ("auto", False)])
+def test_weights_that_the_export_has_are_started(dtype: str, started: bool) -> None:
+    """The drafter has another name then, also where it is not the first."""
+    made = with_draft(decision(dtype=dtype), weights="bfloat16")
+    drafters, name = made.plan.results[0].drafters, "draft_model, bfloat16"
+    assert bool(engine_settings(made)) is started, "the first, whatever its name"
+    plain = DraftInfo("draft_model", 3, 3, layer_ids=(2, 4, 6), num_heads=3)
+    drafters[name], drafters["draft_model"] = drafters["draft_model"], SimpleNamespace(draft=plain)
+    made.served.drafter = name
+    assert bool(engine_settings(made)) is started
+
+
 def test_a_layout_of_another_method_does_not_apply() -> None:
     assert engine_settings(decision(layout="medusa_tgi")) == engine_settings(decision())
 

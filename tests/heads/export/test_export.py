@@ -16,7 +16,7 @@ from draftsmith.heads.checkpoint import EMBEDDING
 from draftsmith.heads.eagle.formats import EAGLE3, FusedSchema
 from draftsmith.heads.eagle3.formats import load_eagle3_directory
 from draftsmith.heads.eagle3.head import Eagle3Head
-from draftsmith.heads.export.export import convert_head, export_head
+from draftsmith.heads.export.export import convert_head, engines_without, export_head
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.formats.schema import Export, TensorRow, flatten
 from draftsmith.target.target import Target
@@ -147,3 +147,18 @@ def test_the_targets_embeddings_in_another_dtype_are_not_a_heads_own():
     target = make_target()
     files = convert_head(make_eagle1(target), target, layout="eagle1_sglang", include_embeddings=True, dtype="bfloat16")
     assert files.tensors["embed_tokens.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "without"),
+    [
+        ({}, set()),
+        ({"sliding_window": 16}, {"eagle3/sglang", "eagle3/tensorrt_llm", "eagle3_llama_cpp/llama_cpp"}),
+        ({"norm_output": True}, {"eagle3_llama_cpp/llama_cpp"}),
+    ],
+)
+def test_engines_that_do_not_compute_a_head_are_named(options: dict[str, Any], without: set[str]) -> None:
+    """SGLang lets a window's draft see all of the text, in silence; llama.cpp feeds back another state."""
+    target = make_target()
+    found = {name for name in engines_without(make_head(target, **options), target) if "speculators" not in name}
+    assert found == without

@@ -96,6 +96,7 @@ _METHODS: dict[str, dict[str, Any]] = {name: {"method": name} for name in ("dfla
     "eagle1": {"method": "eagle"},
     "medusa_vllm": {"method": "medusa"},
     "peagle": {"method": "eagle3", "parallel_drafting": True},
+    "mtp": {"method": "mtp"},
 }
 """How vLLM is asked for the drafting method, by layout; a speculators folder names it itself."""
 
@@ -104,11 +105,15 @@ Answered = tuple[str, list[Seen], tuple[int, ...]]
 """Name and version of an engine, what it gave, and the ids that end an answer in it, none where they are the target's."""
 
 
-def speculation(layout: str, draft: Path, tokens: int) -> dict[str, Any] | None:
-    """Return --speculative-config for the draft in a folder, None for a layout whose folder names its target and is served by itself."""
+def speculation(layout: str, draft: Path, target: Path, tokens: int) -> tuple[Path, dict[str, Any] | None]:
+    """Return the folder that vLLM is started on, and --speculative-config for the draft in a folder, None for a layout whose folder names
+    its target and says it all. An MTP layer stands in its target's files, which are then the draft's."""
     if layout not in _METHODS:
-        return None
-    return {"model": str(draft.resolve()), "num_speculative_tokens": tokens, **_METHODS[layout]}
+        return draft.absolute(), None
+    asked = {"num_speculative_tokens": tokens, **_METHODS[layout]}
+    return (
+        (draft.absolute(), asked) if layout == "mtp" else (target.absolute(), asked | {"model": str(draft.resolve())})
+    )
 
 
 def start_and_ask(
@@ -123,12 +128,11 @@ def start_and_ask(
     context = longest + 2 * bundle.num_speculative_tokens + 1
     with TemporaryDirectory(prefix="draftsmith-verify-") as work:
         if engine == VLLM:
-            speculative = speculation(bundle.layout, export, bundle.num_speculative_tokens)
+            model, speculative = speculation(bundle.layout, export, target, bundle.num_speculative_tokens)
             if speculative is None and "speculators" not in bundle.layout:
                 raise UserError(
                     f"vLLM is not started here on the layout {bundle.layout} of {export}: start it as its README says, and give verify its --url."
                 )
-            model = export.absolute() if speculative is None else target.absolute()
             settings = VllmSettings(home, model, speculative, context, bundle.eos_ids)
             run = run_vllm(settings, [prompt.request for prompt in bundle.prompts], Path(work))
             return f"vLLM {run.version}", [_seen(within_text(answer)) for answer in run.answers[0.0]], ()

@@ -14,6 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftsmith import load_target
+from draftsmith.cli.verify import speculation
+from draftsmith.data.embedded import SHIPPED
 from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import AgreementRow, Counts
@@ -115,6 +118,24 @@ def test_every_plan_is_a_recipe_and_is_served_from_layouts_of_its_method() -> No
     assert len({slug(plan.name) for plan in PLANS}) == len(PLANS)
 
 
+def test_the_target_with_an_mtp_layer_has_the_logits_of_the_embedded_one(tmp_path: Path) -> None:
+    ours, plain = (load_target(str(folder)) for folder in (engine_served.save_glm4_moe(tmp_path / "made"), SHIPPED))
+    ids = torch.arange(5, 60)[None]
+    assert ours.identity.architectures == ("Glm4MoeForCausalLM",)
+    assert torch.equal(ours.model(ids).logits, plain.model(ids).logits)
+    again = load_target(str(engine_served.save_glm4_moe(tmp_path / "made")))
+    assert again.fingerprint == ours.fingerprint, "what was learned from it is used again"
+
+
+def test_an_mtp_layer_is_served_from_its_targets_files(tmp_path: Path) -> None:
+    """Other drafts stand beside the target; a speculators folder says all itself."""
+    draft, target = tmp_path / "draft", tmp_path / "target"
+    assert speculation("mtp", draft, target, 3) == (draft, {"method": "mtp", "num_speculative_tokens": 3})
+    model, asked = speculation("eagle3", draft, target, 3)
+    assert (model, asked["model"]) == (target, str(draft))
+    assert speculation("eagle3_speculators", draft, target, 3) == (draft, None)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -149,7 +170,7 @@ def test_results_are_written_after_every_head_and_name_no_folders(
     places = ["--work", str(tmp_path), "--vllm", "v", "--llama-cpp", "l"]
     words = ["--engine", "vllm", "--output", str(tmp_path / "out")]
     monkeypatch.setattr(sys, "argv", ["engine_check", *places, *words])
-    monkeypatch.setattr(engine_check, "prepare_target", lambda *arguments: served)
+    monkeypatch.setattr(engine_check, "prepare_targets", lambda *arguments: [served])
     assert engine_check.main() == 0
     assert seen == [0, 1]
     found = json.loads((tmp_path / "out" / "vllm-0.32.0-tiny.json").read_text())

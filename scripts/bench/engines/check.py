@@ -31,7 +31,7 @@ from draftsmith.progress import say
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from draftsmith.storage import write_json
 from scripts.bench.engines.compare import PRE_TOKENIZER, OurSide, Outcome, Refusal, check_in_llama_cpp, check_in_vllm
-from scripts.bench.engines.served import PLANS, ServedTarget, prepare_target, slug
+from scripts.bench.engines.served import PLANS, ServedTarget, prepare_targets, slug
 
 ENGINES = ("vllm", "llama.cpp")
 NAMES = tuple(plan.name for plan in PLANS)
@@ -127,7 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             heads[name] = Path(folder)
         if unknown := set(options.only) - set(NAMES):
             raise UserError(f"--only names {unknown.pop()!r}, which is no head of the check: --help lists them.")
-        rows = _check(prepare_target(options.recipes, work, heads, options.only, words), work, options)
+        targets = prepare_targets(options.recipes, work, heads, options.only, words)
+        rows = [row for served in targets for row in _check(served, work, options)]
     except UserError as error:
         print(f"test_engines: {error}", file=sys.stderr)
         return 2
@@ -195,6 +196,8 @@ def _check(served: ServedTarget, work: Path, options: argparse.Namespace) -> lis
                 for row in new:
                     say(describe(row))
                 rows[engine] += new
+                if not rows[engine]:
+                    continue
                 versions = {row.version for row in rows[engine]}
                 name = re.sub(r"[^\w.-]+", "-", "-".join((engine, *sorted(versions), served.name)))
                 write_json(output / f"{name}.json", _document(engine, served, rows[engine]))

@@ -219,13 +219,12 @@ def check_in_vllm(side: OurSide, folder: Path, options: argparse.Namespace) -> l
 def _serve(
     side: OurSide, home: Path, draft: Path, layout: str, temperatures: tuple[float, ...], folder: Path, **how: Any
 ) -> VllmRun:
-    speculative = speculation(layout, draft, side.K)
-    model = draft if speculative is None else side.served.folder
+    model, speculative = speculation(layout, draft, side.served.folder, side.K)
     speculative = speculative and speculative | how
     eos_ids = side.target.eos_ids
     # Where a draft behind the longest text of a batch would not fit, vLLM drafts for none of its rows.
     context = min(side.target.context_length, side.context + side.K)
-    settings = VllmSettings(home, model.resolve(), speculative, context, eos_ids, temperatures)
+    settings = VllmSettings(home, model, speculative, context, eos_ids, temperatures)
     return run_vllm(settings, side.requests, folder)
 
 

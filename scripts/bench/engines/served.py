@@ -1,12 +1,18 @@
 """Train the heads that the engine check serves, and prepare their target and its prompts."""
 
+import json
 import re
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.data.embedded import SHIPPED, ensure_embedded
 from draftsmith.data.features.index import SCHEMA_VERSION
 from draftsmith.decoder.answers import Request
 from draftsmith.errors import UserError
@@ -19,7 +25,8 @@ from draftsmith.stages.evaluation import prompts_of
 from draftsmith.stages.gguf import LAYOUT as LLAMA_CPP_LAYOUT
 from draftsmith.stages.pipeline import make_stages
 from draftsmith.stages.session import Session
-from draftsmith.storage import fingerprint
+from draftsmith.storage import fingerprint, write_json
+from draftsmith.target.folder import read_object
 from draftsmith.target.gguf_file import is_gguf, model_folder, open_gguf
 from draftsmith.target.target import Target
 from scripts.bench.commands import run_command
@@ -34,13 +41,15 @@ SHORT = (
 @dataclass(frozen=True)
 class HeadPlan:
     """A head to train and serve: its name, method, the layouts it is served from, the keys of its recipe's `head` section
-    (or whole words of the command line), and the steps of its training where a shorter one does."""
+    (or whole words of the command line), and the steps of its training where a shorter one does. native: it stands in the files of its
+    target, which is then that of `save_glm4_moe`."""
 
     name: str
     method: str
     layouts: tuple[str, ...]
     head: str = ""
     steps: int | None = None
+    native: bool = False
 
     @property
     def words(self) -> list[str]:
@@ -81,6 +90,8 @@ PLANS = (
         "original_lm_head=true num_layers=2 --export.layout=medusa_vllm",
         60,
     ),
+    # vLLM feeds the layer other states than transformers does.
+    HeadPlan("mtp", "mtp", ("mtp",), "target_state=vllm layer=target", 60, native=True),
 )
 
 
@@ -105,15 +116,59 @@ class ServedTarget:
     gguf: Path | None = None
 
 
-def prepare_target(
+def save_glm4_moe(folder: Path) -> Path:
+    """Save the embedded target as one of a class whose MTP layers engines serve. Its logits stay what they are: the last layer's
+    feed-forward part becomes two equal experts, beside a shared one of zeros."""
+    shutil.copytree(SHIPPED, folder, dirs_exist_ok=True)
+    config, tensors = read_object(folder / "config.json"), load_file(folder / "model.safetensors")
+    last, width = config["num_hidden_layers"] - 1, config["intermediate_size"]
+    config |= {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_nextn_predict_layers": 1}
+    config |= {
+        "use_qk_norm": False,
+        "first_k_dense_replace": last,
+        "moe_intermediate_size": width,
+        "n_shared_experts": 1,
+    }
+    config |= {"n_routed_experts": 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    # vLLM knows no tied embeddings of the class.
+    config |= {
+        "tie_word_embeddings": False,
+        "rope_parameters": config["rope_parameters"] | {"partial_rotary_factor": 1.0},
+    }
+    write_json(folder / "config.json", config)
+    part, embeddings = f"model.layers.{last}.mlp.", tensors["model.embed_tokens.weight"]
+    for name in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"):
+        weight = tensors.pop(part + name)
+        tensors |= {f"{part}experts.{expert}.{name}": weight.clone() for expert in range(2)}
+        tensors[f"{part}shared_experts.{name}"] = torch.zeros_like(weight)
+    tensors[f"{part}gate.weight"] = embeddings.new_zeros(2, config["hidden_size"])
+    tensors[f"{part}gate.e_score_correction_bias"] = torch.zeros(2)
+    save_file(tensors | {"lm_head.weight": embeddings.clone()}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def prepare_targets(
     recipes: str, work: Path, heads: Mapping[str, Path], only: Sequence[str], words: Sequence[str]
-) -> ServedTarget:
-    """Train the heads of `recipes/*/<recipes>.yaml` briefly, and return them with the recipe's target and prompts.
+) -> Iterator[ServedTarget]:
+    """Yield the target of `recipes/*/<recipes>.yaml` and, of the tiny ones, that with an MTP layer, each with its heads and prompts.
 
     work: where answers, features and heads are kept between runs. heads: finished ones, by the name of their plan. only:
     names to take, all if empty. words: further words for every recipe, the last of equal ones counts.
     """
     plans = [plan for plan in PLANS if not only or plan.name in only]
+    if usual := [plan for plan in plans if not plan.native]:
+        yield _prepare(recipes, recipes, work, heads, usual, words)
+    if recipes == "tiny" and (native := [plan for plan in plans if plan.native]):
+        texts, folder = ensure_embedded(), str(save_glm4_moe(work / "glm4-moe"))
+        named = {"data.sources": texts.conversations, "evaluate.prompts": texts.prompts}
+        lists = [word for key, path in named.items() for word in (f"--{key}", json.dumps([str(path)]))]
+        yield _prepare("glm4-moe", recipes, work, heads, native, [*words, "--target.path", folder, *lists])
+
+
+def _prepare(
+    name: str, recipes: str, work: Path, heads: Mapping[str, Path], plans: Sequence[HeadPlan], words: Sequence[str]
+) -> ServedTarget:
+    """Train the heads of the plans briefly; return them with their target, of that name, and its prompts."""
     session = Session(parse_recipe(_recipe_words("eagle3", recipes, work, "eagle3", words)))
     target = session.load_target("float32")
     missing = [plan for plan in plans if plan.name not in heads]
@@ -122,7 +177,7 @@ def prepare_target(
     requests = list(prompts_of(session, target).requests)
     path = session.target_path
     gguf = open_gguf(path).file.resolve() if is_gguf(path) else None
-    return ServedTarget(recipes, target, model_folder(path).resolve(), requests, candidates, gguf)
+    return ServedTarget(name, target, model_folder(path).resolve(), requests, candidates, gguf)
 
 
 def slug(name: str) -> str:

@@ -199,6 +199,8 @@ def _make_target(recipe: Recipe, planned: PlannedTarget, device: Device, fewest:
         )
     model.tie_weights()
     block = torch.randn(2**16, device=device.name) / 50
+    if getattr(text, "dtype", None) in (torch.bfloat16, torch.float16):  # whose products may be others in float32, too
+        block = block.bfloat16().float()
     for parameter in model.parameters():
         _fill(parameter.data, block)
     target = Target(model, path=recipe.target.path, fingerprint="")

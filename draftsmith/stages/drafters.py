@@ -143,9 +143,10 @@ def with_records(
     folders = [own_folder, *_compared_folders(recipe).values()]
     lengths = {id(head): trained_length(folder) for head, folder in zip(heads.values(), folders, strict=True)}
     own = next(iter(heads.values()))
-    without = {id(own): engines_without(own, target)}
+    # The README of its export starts a tuned target.
+    without = () if "tuned" in own.trains.outputs else engines_without(own, target)
     return [
-        replace(c, trained_length=lengths.get(id(c.head)), engines_without=without.get(id(c.head), ()))
+        replace(c, trained_length=lengths.get(id(c.head)), engines_without=without if c.head is own else ())
         for c in drafters
     ]
 

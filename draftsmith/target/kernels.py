@@ -1,10 +1,11 @@
 """What a frozen model computes faster than transformers does, with the same numbers or up to rounding.
 
 - Products on a CPU, by a copy of the weights that oneDNN has laid out for it: 0.5 to 0.7 of the time on AMD's processors, where MKL runs
-  kernels for older ones. On Intel's MKL's own are as fast for many rows, and faster for less than four. What counts are weights that
-  come from memory, as they do in a pass of a model: from a cache a single row is faster as it is, and so are small matrices.
-- Products of up to 24 rows with weights that float16 holds, as it does most of what was bfloat16: read in half of the bytes by FBGEMM, and
-  multiplied and summed in float32.
+  kernels for older ones. On Intel's MKL's own are as fast for many rows, and faster for less than four, which is taken of other
+  processors too. What counts are weights that come from memory, as they do in a pass of a model: from a cache a single row is faster as
+  it is, and so are small matrices.
+- Products of up to 24 rows with weights that float16 holds, as it does nearly all matrices of small models that were bfloat16: read in half
+  of the bytes by FBGEMM, and multiplied and summed in float32. One weight too small beside the largest, and the matrix is read as it is.
 - Attention on a CPU. PyTorch's kernel there takes a mask and fewer key heads than query heads at once; transformers copies keys and
   values for every query head where a mask is given, which took longer than the attention itself. One query a row takes the kernel
   several times as long in bf16 as a few: those of all heads with the same keys are then given as rows of one head.
@@ -15,11 +16,11 @@ Products are measured in docs/results/decoder/passes.json.
 
 import inspect
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,9 +30,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from draftsmith.machine import cpu_name
+from draftsmith.machine import available_memory, cpu_name
 
-ROWS = range(4, 33) if "Intel" in cpu_name() else range(1, sys.maxsize)
+ROWS = range(1, sys.maxsize) if "AMD" in cpu_name() else range(4, 33)
 """Numbers of rows that are multiplied with packed weights."""
 HALF_ROWS = range(1, 25)
 """Numbers of rows that are multiplied with float16 weights."""
@@ -44,23 +45,18 @@ _MEMORY_SHARE = 0.25
 
 
 class _Packed:
-    """Copies of weights [n, k], made when they are first needed. state: what changes with the weights. halves: FBGEMM's and what its
-    products are multiplied by, None where float16 does not hold the weights. full: oneDNN's."""
+    """Copies of weights [n, k], each made when it is first needed. state: what changes with the weights."""
 
-    def __init__(self, weight: Tensor, state: tuple[int, int]) -> None:
-        self.state, self.halves, self.full = state, _halves(weight.detach()), None
+    def __init__(self, state: tuple[int, int]) -> None:
+        self.state = state
+        self.made: dict[Callable[[Tensor], Any], Any] = {}
 
-    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return x [..., k] times the weights [..., n]."""
-        if self.halves is not None and x.numel() // x.shape[-1] in HALF_ROWS:
-            packed, scale = self.halves
-            scaled: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, packed).mul_(scale)
-            return scaled if bias is None else scaled.add_(bias)
-        if self.full is None:
+    def copy(self, make: Callable[[Tensor], Any], weight: Tensor) -> Any:
+        """Return what `make` makes of the weights, None where it cannot, or where they take too much of the free memory."""
+        if make not in self.made:
             with torch.inference_mode(False):
-                self.full = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _LAID_OUT_FOR)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.full, bias, "none", [], "")
-        return product
+                self.made[make] = make(weight.detach()) if _fits(weight.numel() * weight.element_size()) else None
+        return self.made[make]
 
 
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -74,15 +70,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     come here, as each is packed once.
     """
     rows = x.numel() // x.shape[-1]
-    if (rows not in ROWS and rows not in HALF_ROWS) or not _packs(x, weight):
+    few = rows in HALF_ROWS and x.dim() > 1  # as FBGEMM wants it
+    if not (few or rows in ROWS) or not _packs(x, weight):
         return F.linear(x, weight, bias)
     state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
     kept = _packed.get(weight)
     if kept is None or kept.state != state:
-        kept = _packed[weight] = _Packed(weight, state)
-    if rows not in ROWS and kept.halves is None:
-        return F.linear(x, weight, bias)
-    return kept.product(x, weight, bias)
+        kept = _packed[weight] = _Packed(state)
+    product: Tensor
+    if few and (halves := kept.copy(_halves, weight)) is not None:
+        packed, scale = halves
+        product = torch.ops.quantized.linear_dynamic_fp16(x, packed).mul_(scale)
+        return product if bias is None else product.add_(bias)
+    if rows in ROWS and (full := kept.copy(_laid_out, weight)) is not None:
+        product = torch.ops.mkldnn._linear_pointwise(x, full, bias, "none", [], "")
+        return product
+    return F.linear(x, weight, bias)
+
+
+def _laid_out(weight: Tensor) -> Any:
+    """Return weights [n, k] as oneDNN's."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _LAID_OUT_FOR)
 
 
 def _halves(weight: Tensor) -> tuple[Any, float] | None:
@@ -90,13 +98,18 @@ def _halves(weight: Tensor) -> tuple[Any, float] | None:
     multiplied by a power of two first, so that its range is used."""
     if not _has_fbgemm():
         return None
-    _, exponent = torch.frexp(weight.abs().amax())
-    scale = 2.0 ** (15 - int(exponent))
+    low, high = torch.aminmax(weight)
+    _, exponent = torch.frexp(torch.maximum(high, -low))
+    scale = 2.0 ** (16 - int(exponent))
     for piece in weight.split(1024):
         scaled = piece * scale
         if not torch.equal(scaled.half().float(), scaled) or not torch.equal(scaled / scale, piece):
             return None
     return torch.ops.quantized.linear_prepack_fp16(weight * scale, None), 1 / scale
+
+
+def _fits(size: float) -> bool:
+    return size <= _MEMORY_SHARE * available_memory(torch.device("cpu"))
 
 
 def _packs(x: Tensor, weight: Tensor) -> bool:
@@ -105,6 +118,7 @@ def _packs(x: Tensor, weight: Tensor) -> bool:
         weight.device.type == "cpu"
         and weight.dtype == x.dtype == torch.float32
         and weight.numel() >= SMALLEST
+        and type(weight) in (Tensor, nn.Parameter)
         and not torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and _has_kernel()
@@ -142,12 +156,14 @@ class PackedLinear(nn.Linear):
 
 def pack_linears(model: nn.Module) -> None:
     """Let every plain linear layer of a frozen model on a CPU multiply with packed weights, if copies of them fit well in memory: one of
-    each size, and one of half of it."""
-    layers: list[Any] = [m for m in model.modules() if type(m) is nn.Linear and m.weight.numel() >= SMALLEST]
-    size = sum(m.weight.numel() * m.weight.element_size() for m in layers if m.weight.device.type == "cpu")
-    if 1.5 * size <= _MEMORY_SHARE * psutil.virtual_memory().available:
-        for module in layers:
-            module.__class__ = PackedLinear
+    each size, and one of half of it. Layers that share the weights of a packed one have its copies."""
+    linears: list[Any] = [m for m in model.modules() if type(m) in (nn.Linear, PackedLinear)]
+    layers = [m for m in linears if m.weight.numel() >= SMALLEST]
+    new = [m.weight for m in layers if m.weight not in _packed and m.weight.dtype == torch.float32]
+    size = sum(weight.numel() * weight.element_size() for weight in new if weight.device.type == "cpu")
+    fits = _fits((1.5 if _has_fbgemm() else 1) * size)
+    for module in layers:
+        module.__class__ = PackedLinear if fits or module.weight in _packed else nn.Linear
 
 
 GROUPED = "draftsmith_grouped"

@@ -66,8 +66,8 @@ class Export:
 class Decision:
     """What an evaluation decides.
 
-    rules: which requests to speculate for. served: the rules that engines are started with; they take no trees, so where `rules` are
-    of a tree these are of the fastest chain. export: how the head is exported. price_per_hour: of the machine of the costs, None
+    rules: which requests to speculate for. served: the rules that engines are started with; they take no trees and the export's weights,
+    so where `rules` are of others these are of the fastest chain that is served. export: how the head is exported. price_per_hour: of the machine of the costs, None
     where nobody said. exports: the folder of the exports. settings: the folder of the engines' start scripts, empty where the page
     alone shows them. again: how the head is exported again.
     """
@@ -133,26 +133,29 @@ def make_decision(
         verdict = replace(verdict, reasons=(*verdict.reasons, one_device))
     pays = verdict.action in (Action.DEPLOY, Action.CHANGE_K)
     rules = served = (make_rules if pays else no_rules)(plan, verdict.option)
-    if pays and rules.tree is not None:
+    best = plan.results[0].drafters[verdict.option.drafter].draft
+    rounded = best is not None and best.weights not in (None, export.dtype_of(first))
+    if pays and (rules.tree is not None or rounded):
         # The fastest chain of the run's own head that pays.
         names = export.chains_of(plan.results[0])
         chains = (o for o in plan.over_temperatures(plan.batch) if o.drafter in names)
         chain = next((o for o in chains if plan.tree(o) is None and max(plan.gains(o)[0]) >= PAYS), None)
         served = no_rules(plan, verdict.option) if chain is None else make_rules(plan, chain)
-        verdict = replace(verdict, reasons=(*verdict.reasons, _instead_of_a_tree(plan, chain)))
+        what = "chains" if rules.tree is not None else f"weights in {export.dtype_of(first)}, as the export has them"
+        verdict = replace(verdict, reasons=(*verdict.reasons, _instead_of_it(plan, chain, what)))
     return Decision(plan, verdict, rules, served, checks, export, price_per_hour)
 
 
-def _instead_of_a_tree(plan: Plan, chain: Option | None) -> str:
-    """Say which chain engines are started with, as their start scripts cannot name a tree."""
+def _instead_of_it(plan: Plan, chain: Option | None, what: str) -> str:
+    """Say which chain engines are started with, as their start scripts cannot name the best draft. what: they are started with."""
     if chain is None:
-        return "Engines are started with chains, and no chain of this head was found to pay: there are no lines that start one."
+        return f"Engines are started with {what}, and no such chain of this head was found to pay: there are no lines that start one."
     gains, timed = plan.gains(chain)
     speeds = ", ".join(
         f"{gain:.2f}x at temperature {r.settings.temperature:g}" for gain, r in zip(gains, plan.results, strict=True)
     )
     return (
-        f"Engines are started with chains: their lines are of {chain.drafter} with {plan.size(chain)}, {speeds} "
+        f"Engines are started with {what}: their lines are of {chain.drafter} with {plan.size(chain)}, {speeds} "
         f"({'measured' if timed else 'predicted'})."
     )
 

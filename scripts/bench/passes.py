@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 import draftsmith
+from draftsmith.errors import UserError
 from draftsmith.target import kernels
 from scripts.bench.commands import facts_of, keep
 
@@ -49,6 +50,11 @@ def measure(models: dict[str, Any], repeats: int) -> list[dict[str, Any]]:
         rounds = [{way: once(way, tokens) for way in models} for _ in range(repeats + 1)][1:]
         times = {f"{way}_ms": round(median(r[way] for r in rounds), 2) for way in models}
         found.append({"tokens": tokens} | times)
+    made = {copy.__name__ for kept in kernels._packed.values() for copy, it in kept.made.items() if it is not None}
+    if len(models) > 1 and made != {"_halves", "_laid_out"}:
+        raise UserError(
+            "This machine, or its free memory, does not take all kinds of products: there is nothing to compare."
+        )
     return found
 
 
@@ -69,4 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    try:
+        raise SystemExit(main(sys.argv[1:]))
+    except UserError as error:
+        raise SystemExit(f"passes: {error}") from None

@@ -64,8 +64,7 @@ def test_weights_that_were_bfloat16_are_read_as_float16(size: float, rows: int, 
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * size)
     if rows in HALF_ROWS:
         kept = kernels._packed[weight]
-        assert kept.halves is not None
-        assert kept.full is None
+        assert kept.made.keys() == {kernels._halves}
         assert torch.equal(linear(x[-1:], weight, added), found[-1:]), "a row's product depends on no other"
 
 
@@ -81,8 +80,30 @@ def test_weights_that_float16_does_not_hold_are_not_rounded(number: float) -> No
 
 
 @torch.no_grad()
+def test_the_largest_bfloat16_weight_may_be_next_to_the_largest_float16() -> None:
+    """And the smallest beside it has 31 bits less."""
+    weight = torch.full((80, 48), 65280.0)
+    weight[3, 5] = 2**-17 * (1 + 127 / 128)
+    x = torch.zeros(4, 48)
+    x[:, 5] = 1
+    assert kernels._halves(weight) is not None or not kernels._has_fbgemm()
+    assert linear(x, weight)[0, 3] == weight[3, 5]
+    assert linear(x, weight)[0, 4] == 65280
+
+
+@torch.no_grad()
+def test_many_rows_alone_make_no_float16_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "ROWS", range(1, 1000))
+    weight = torch.randn(80, 48).bfloat16().float()
+    linear(torch.randn(500, 48), weight)
+    assert kernels._packed[weight].made.keys() == {kernels._laid_out}
+
+
+@torch.no_grad()
 def test_states_may_have_any_shape_and_strides(calls: list[int]) -> None:
-    weight = torch.randn(80, 48)
+    weight = torch.randn(80, 48).bfloat16().float()
+    torch.testing.assert_close(linear(torch.ones(48), weight), weight.sum(1))
+    calls.clear()
     for x in (torch.randn(2, 3, 48), torch.randn(48, 5).t(), torch.randn(2, 6, 48)[:, ::2]):
         torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
     assert calls == [6, 5, 6]
@@ -128,9 +149,23 @@ def test_plain_layers_of_a_model_are_packed_if_their_copies_fit(monkeypatch: pyt
     monkeypatch.setattr(kernels, "_MEMORY_SHARE", 0.0)
     pack_linears(model)
     assert [type(m) for m in model] == [nn.Linear, Own, nn.Conv1d]
+    assert _product_without_a_copy()
     monkeypatch.setattr(kernels, "_MEMORY_SHARE", 1.0)
     pack_linears(model)
     assert [type(m) for m in model] == [PackedLinear, Own, nn.Conv1d]
+    # A draft with weights of its own, made of packed layers, has copies of its own to find room for.
+    view = copy.copy(model[0])
+    view._parameters = {"weight": nn.Parameter(torch.randn(4, 4), requires_grad=False), "bias": None}
+    monkeypatch.setattr(kernels, "_MEMORY_SHARE", 0.0)
+    pack_linears(view)
+    assert [type(view), type(model[0])] == [nn.Linear, PackedLinear]
+
+
+@torch.no_grad()
+def _product_without_a_copy() -> bool:
+    weight, x = torch.randn(80, 48), torch.randn(4, 48)
+    found = linear(x, weight)
+    return torch.equal(found, F.linear(x, weight)) and not any(kernels._packed[weight].made.values())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -317,11 +317,40 @@ def test_engines_are_started_with_the_fastest_chain_where_a_tree_is_faster() -> 
     assert config.get("num_speculative_tokens_per_batch_size", [[1, 16, k]])[0][2] == k
 
 
+@pytest.mark.parametrize(("dtype", "started"), [("auto", "eagle3"), ("bfloat16", "eagle3, bfloat16")])
+def test_engines_are_started_with_the_exports_weights_where_others_are_faster(dtype: str, started: str) -> None:
+    one, costs = result(0, {"overall": 0.6}), table()
+    (drafter,) = one.drafters.values()
+    assert drafter.draft is not None
+    name = "eagle3, bfloat16"
+    drafters = {**one.drafters, name: replace(drafter, draft=replace(drafter.draft, weights="bfloat16"))}
+    points = (
+        replace(
+            point,
+            draft_ms={**point.draft_ms, name: {k: ms / 2 for k, ms in point.draft_ms["eagle3"].items()}},
+            admit_ms={**point.admit_ms, name: 30.0},
+            overhead_ms={**point.overhead_ms, name: 1.0},
+        )
+        for point in costs.points
+    )
+    found = make_decision(
+        [replace(one, drafters=drafters)],
+        replace(costs, points=tuple(points)),
+        "costs.json",
+        export=Export(dtype=dtype),
+    )
+    assert found is not None
+    assert (found.rules.drafter, found.served.drafter) == (name, started)
+    assert engine_settings(found)["vllm"]
+    said = "Engines are started with weights in float32, as the export has them: their lines are of eagle3 with "
+    assert any(reason.startswith(said) for reason in found.verdict.reasons) is (started == "eagle3")
+
+
 def test_no_engine_is_started_where_the_tree_alone_pays() -> None:
     decision = decide(0.05, 0.95)
     assert decision.verdict.option.drafter == NAME
     assert engine_settings(decision) == {}
-    assert "no chain of this head was found to pay" in decision.verdict.reasons[-1]
+    assert "no such chain of this head was found to pay" in decision.verdict.reasons[-1]
 
 
 def test_a_tree_with_levels_that_do_not_pay_is_cut() -> None:

@@ -233,18 +233,20 @@ class Plan:
             return drafter.overall.speedup
         return _picked(result, option)
 
+    def in_turns(self, option: Option) -> float | None:
+        """Return the speedup of a draft that was timed in turns with its neighbours, as a geometric mean over temperatures; None where one
+        of them has no such time, on the machine of the costs."""
+        known = [s for r in self.results if self.table.hardware == r.hardware and (s := _picked(r, option))]
+        return geometric_mean(known) if len(known) == len(self.results) else None
+
     def gain_over(self, option: Option, other: Option) -> float:
         """Return the speed of a draft over that of another one, as a geometric mean over temperatures.
 
         It is measured if both were timed on the same prompts at every temperature, else predicted from costs.
         """
-        ratios = []
-        for result in self.results:
-            first, second = _picked(result, option), _picked(result, other)
-            if self.table.hardware == result.hardware and first and second:
-                ratios.append(first / second)
-        if len(ratios) == len(self.results):
-            return geometric_mean(ratios)
+        first, second = self.in_turns(option), self.in_turns(other)
+        if first is not None and second is not None:
+            return first / second
         speeds = [geometric_mean(self.speedups(o, self.batch)) for o in (option, other)]
         return speeds[0] / speeds[1]
 

@@ -192,7 +192,7 @@ def decide(
     options = plan.over_temperatures(plan.batch)
     if not options:
         return None
-    best = options[0]
+    best = _settled(plan, options)
     gains, timed = plan.gains(best)
     flaws = list(find_flaws(plan, best, checks, timed=timed))
     said = {flaw.what for flaw in flaws}
@@ -219,6 +219,25 @@ def decide(
     return _keep_off(plan, best, max(gains), rising, reasons, taught=taught)
 
 
+def _settled(plan: Plan, options: Sequence[Option]) -> Option:
+    """Return the best draft by costs, or the one of its neighbours that was faster where they were timed in turns; the length that its
+    drafter was decoded with, where another is not worth a restart."""
+    best = options[0]
+    timed = [(speed, o) for o in options if o.drafter == best.drafter and (speed := plan.in_turns(o)) is not None]
+    if any(o is best for _, o in timed):
+        _, best = max(timed, key=lambda pair: pair[0])
+    own = _decoded(plan, options, best.drafter)
+    if own is None or not plan.gains(own)[1] or plan.gain_over(best, own) >= _WORTH_CHANGING:
+        return best
+    return own
+
+
+def _decoded(plan: Plan, options: Sequence[Option], name: str) -> Option | None:
+    """Return a drafter's draft of the length that it was decoded with."""
+    used = decoded_length(plan.results[0].drafters[name])
+    return next((o for o in options if (o.drafter, o.num_speculative_tokens) == (name, used)), None)
+
+
 def _deploy(
     plan: Plan, best: Option, options: Sequence[Option], gains: Sequence[float], how: str, reasons: list[str]
 ) -> Verdict:
@@ -238,8 +257,7 @@ def _deploy(
     )
     if crossing is not None:
         reasons.append(f"From batch {crossing} on the target alone is as fast: see the table by batch.")
-    used = decoded_length(plan.results[0].drafters[name])
-    own = next((o for o in options if o.drafter == name and o.num_speculative_tokens == used), None)
+    own = _decoded(plan, options, name)
     gain = 1.0 if own is None else plan.gain_over(best, own)
     if own is not None and not same_draft(own, best) and gain >= _WORTH_CHANGING:
         way = "Lower" if k < own.num_speculative_tokens else "Raise"

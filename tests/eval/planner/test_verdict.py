@@ -10,7 +10,7 @@ from draftsmith.eval.clocks.cost_table import CostTable
 from draftsmith.eval.planner.decision import engine_settings, make_decision
 from draftsmith.eval.planner.plan import PAYS
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
-from draftsmith.eval.results.result import Result, SweepPoint
+from draftsmith.eval.results.result import Pick, Result, SweepPoint
 from tests.eval.planner.plans import HARDWARE, plan, result, served_table, table
 
 
@@ -125,6 +125,29 @@ def test_what_was_measured_counts_where_it_was() -> None:
     assert elsewhere.headline == promised.headline
     measured = judged(timed_at(2.5))
     assert measured.headline == "Deploy eagle3 with 4 drafted tokens: 2.50x at temperature 0 (measured)."
+
+
+def test_a_length_that_is_better_by_a_prediction_of_little_is_not_taken_over_a_timed_one() -> None:
+    one = result(0, {"overall": 0.66}, 3)
+    (drafter,) = one.drafters.values()
+    measured = replace(drafter.overall, speedup=1.75, speedup_spread=(1.75, 1.75))
+    timed = replace(one, drafters={"eagle3": replace(drafter, overall=measured)})
+    assert judged(one).headline.startswith("Deploy eagle3 with 4 drafted tokens: 1.80x at temperature 0 (predicted)")
+    assert judged(timed).headline == "Deploy eagle3 with 3 drafted tokens: 1.75x at temperature 0 (measured)."
+    picks = tuple(Pick("eagle3", k, 10, None, speed, (speed, speed)) for k, speed in ((3, 1.71), (4, 1.69)))
+    assert judged(replace(timed, picks=picks)).headline.startswith("Deploy eagle3 with 3 drafted tokens: 1.75x")
+    # Also where another length was decoded.
+    other = replace(timed.drafters["eagle3"], draft=replace(drafter.draft, num_speculative_tokens=2))
+    found = judged(replace(timed, drafters={"eagle3": other}, picks=picks))
+    assert found.headline.startswith(
+        "Raise the draft length of eagle3 to 3 and deploy it: 1.71x at temperature 0 (measured)"
+    )
+    # One that is worth a restart is.
+    far = replace(
+        timed,
+        drafters={"eagle3": replace(timed.drafters["eagle3"], draft=replace(drafter.draft, num_speculative_tokens=1))},
+    )
+    assert judged(far).action == Action.CHANGE_K
 
 
 def timed_at(speedup: float, alpha: float = 0.8, repeats: int = 3, **overall: Any) -> Result:

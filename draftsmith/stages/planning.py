@@ -184,7 +184,7 @@ def plan_stage(
     settings, exports = (folder / "settings").absolute(), Path("export") if run is None else run.absolute() / "export"
     decision = replace(decision, exports=str(exports), settings=str(settings), again=again or Again())
     write_json(folder / "plan.json", decision_json(decision))
-    write_json(folder / "routing.json", asdict(decision.rules))
+    write_json(folder / "routing.json", asdict(decision.served))
     write_settings(settings, decision)
     for name, drafter in results[0].drafters.items():
         draft, swept = drafter.draft, len(drafter.overall.k_sweep or ())

@@ -13,12 +13,12 @@ from typing import Any
 from draftsmith.data.embedded import SHIPPED
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, check_fits
-from draftsmith.eval.planner.plan import PAYS, Cell, Option, Plan, check_one_evaluation
+from draftsmith.eval.planner.plan import Cell, Option, Plan, check_one_evaluation
 from draftsmith.eval.planner.routing import Rules, make_rules, no_rules
-from draftsmith.eval.planner.verdict import Action, Check, Verdict, clock_faults, decide, make_checks
+from draftsmith.eval.planner.verdict import Action, Check, Verdict, clock_faults, decide, make_checks, settled
 from draftsmith.eval.results.result import Result
 from draftsmith.foreign.records import read_dataclass
-from draftsmith.heads.formats.engines import ENGINES, Again, Serving, Snippet, one_gpu
+from draftsmith.heads.formats.engines import ENGINES, Again, Serving, Snippet, one_gpu, start_vllm_speculators
 from draftsmith.heads.formats.layout import default_layout, layouts_of, target_obstacle
 from draftsmith.heads.registry import is_known
 from draftsmith.machine import Hardware
@@ -53,13 +53,22 @@ class Export:
         return export
 
     def dtype_of(self, result: Result) -> str:
-        """Return the dtype of the files, and of their target in engines, for a result's recipe."""
-        return result.settings.dtype if self.dtype == "auto" else self.dtype
+        """Return the dtype of the files, as a result's recipe has it; that of the evaluation where nobody knows the target's."""
+        target = (result.recipe or {}).get("target")
+        own = target.get("dtype", "auto") if isinstance(target, Mapping) else "auto"
+        dtype = own if self.dtype == "auto" else self.dtype
+        return result.settings.dtype if dtype == "auto" else dtype
 
-    def chains_of(self, result: Result) -> tuple[str, ...]:
-        """Return the names that a chain of the run's own head has in a result, as it is and with the rounded weights that the files have."""
-        method = own.method if (own := next(iter(result.drafters.values())).draft) is not None else ""
-        return (method, f"{method}, {self.dtype_of(result)}")
+    def holds(self, result: Result, name: str, tokens: int) -> bool:
+        """Whether engines draft so from the export of the run's own head: as a chain, without loss, with its own window and weights
+        (`name` then says which), and as many tokens as they can."""
+        draft, first = result.drafters[name].draft, next(iter(result.drafters))
+        own = result.drafters[first].draft
+        if draft is None or own is None or name not in (first, own.method, f"{own.method}, {self.dtype_of(result)}"):
+            return False
+        plain = draft.exported and draft.tree is None and not (draft.lossy or draft.tuned)
+        fits = draft.weights in (None, self.dtype_of(result)) and draft.engine_tokens in (None, tokens)
+        return plain and fits
 
 
 @dataclass(frozen=True)
@@ -131,17 +140,23 @@ def make_decision(
             "else there, so measure tokens per second on that server, with and without the draft."
         )
         verdict = replace(verdict, reasons=(*verdict.reasons, one_device))
+    if export.dtype_of(first) != first.settings.dtype:
+        text = f"Costs are of {first.settings.dtype}, but the export and its target are {export.dtype_of(first)} (export.dtype, target.dtype)."
+        verdict = replace(verdict, reasons=(*verdict.reasons, text))
     pays = verdict.action in (Action.DEPLOY, Action.CHANGE_K)
     rules = served = (make_rules if pays else no_rules)(plan, verdict.option)
-    best = plan.results[0].drafters[verdict.option.drafter].draft
-    rounded = best is not None and best.weights not in (None, export.dtype_of(first))
-    if pays and (rules.tree is not None or rounded):
-        # The fastest chain of the run's own head that pays.
-        names = export.chains_of(plan.results[0])
-        chains = (o for o in plan.over_temperatures(plan.batch) if o.drafter in names)
-        chain = next((o for o in chains if plan.tree(o) is None and max(plan.gains(o)[0]) >= PAYS), None)
+    best = first.drafters[verdict.option.drafter].draft
+    tuned = best is not None and best.tuned  # the README of its export starts it
+    if pays and not tuned and not export.holds(first, rules.drafter, rules.num_speculative_tokens):
+        held = [
+            o for o in plan.over_temperatures(plan.batch) if export.holds(first, o.drafter, o.num_speculative_tokens)
+        ]
+        chains = [o for o in held if plan.paying(o) is not None]
+        chain = settled(plan, chains) if chains else None
         served = no_rules(plan, verdict.option) if chain is None else make_rules(plan, chain)
-        what = "chains" if rules.tree is not None else f"weights in {export.dtype_of(first)}, as the export has them"
+        what = "chains" if rules.tree is not None else "the head as it is exported"
+        if best is not None and best.weights not in (None, export.dtype_of(first)):
+            what = f"weights in {export.dtype_of(first)}, as the export has them"
         verdict = replace(verdict, reasons=(*verdict.reasons, _instead_of_it(plan, chain, what)))
     return Decision(plan, verdict, rules, served, checks, export, price_per_hour)
 
@@ -234,21 +249,22 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     for the export to say."""
     rules, export, result = decision.served, decision.export, decision.plan.results[0]
     gpus, dtype, draft = export.tensor_parallel, export.dtype_of(result), result.drafters[rules.drafter].draft
-    ours = (next(iter(result.drafters)), *export.chains_of(result))
-    if not rules.largest_batch or draft is None or rules.drafter not in ours:
+    tokens = rules.num_speculative_tokens
+    if not rules.largest_batch or draft is None or not export.holds(result, rules.drafter, tokens):
         return {}
-    known = layouts_of(draft.method) if is_known(draft.method) else {}
-    held = draft.exported and draft.tree is None and draft.weights in (None, dtype) and not (draft.lossy or draft.tuned)
-    if not known or not held or draft.engine_tokens not in (None, rules.num_speculative_tokens):
+    if not (known := layouts_of(draft.method) if is_known(draft.method) else {}):
         return {}
     layout = known.get(export.layout or "") or known[default_layout(draft.method, result.target.path)]
     target = str(SHIPPED) if result.target.path == "embedded" else result.target.path
     place = local_folder(target)
+    # A speculators folder says how many tokens are drafted: as many as the recipe.
+    evaluated = (result.recipe or {}).get("evaluate")
+    recipe_tokens = evaluated.get("num_speculative_tokens", tokens) if isinstance(evaluated, Mapping) else tokens
     architectures = None if place is None else read_object(place / "config.json").get("architectures")
     serving = Serving(
         draft=os.path.join(decision.exports, layout.name),
         target=str(Path(target).absolute()) if Path(target).exists() else target,
-        tokens=rules.num_speculative_tokens,
+        tokens=tokens,
         dtype=dtype,
         gpus=gpus,
         layer_ids=draft.layer_ids,
@@ -260,6 +276,7 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
         engine: served.start(replace(serving, files=decision.settings and os.path.join(decision.settings, engine)))
         for engine, served in layout.engines.items()
         if f"{layout.name}/{engine}" not in draft.engines_without
+        and (served.start is not start_vllm_speculators or tokens == recipe_tokens)
         and target_obstacle(layout, engine, target, architectures) is None
         and (gpus == 1 or ENGINES[engine].split is not one_gpu)
     }

@@ -224,40 +224,39 @@ class Plan:
         admitted = point.admit_ms[option.drafter] * tau / tokens if tokens else 0.0
         return replace(option.cost, overhead=option.cost.overhead + admitted).speedup(tau)
 
-    def measured(self, result: Result, option: Option) -> float | None:
-        """Return a draft's measured speedup at the headline's batch; None if it was not timed there on the machine of the costs."""
+    def measured(self, result: Result, option: Option, slice_name: str = OVERALL) -> float | None:
+        """Return a draft's measured speedup at the headline's batch; None if it was not timed there on the machine of the costs.
+
+        Other lengths than the decoded one were timed on a few prompts: by as much as the decoded one was faster on all.
+        """
         drafter = result.drafters.get(option.drafter)
         if self.table.hardware != result.hardware or self.batch != result.settings.batch or drafter is None:
             return None
-        if decoded_length(drafter) == option.num_speculative_tokens and drafter.overall.speedup is not None:
-            return drafter.overall.speedup
-        return _picked(result, option)
-
-    def in_turns(self, option: Option) -> float | None:
-        """Return the speedup of a draft that was timed in turns with its neighbours, as a geometric mean over temperatures; None where one
-        of them has no such time, on the machine of the costs."""
-        known = [s for r in self.results if self.table.hardware == r.hardware and (s := _picked(r, option))]
-        return geometric_mean(known) if len(known) == len(self.results) else None
+        measures = drafter.overall if slice_name == OVERALL else drafter.slices.get(slice_name)
+        whole, k = None if measures is None else measures.speedup, decoded_length(drafter)
+        if whole is None or k == option.num_speculative_tokens:
+            return whole
+        pick, own = _picked(result, option), _picked(result, replace(option, num_speculative_tokens=k or 0))
+        return whole * pick / own if pick and own and slice_name == OVERALL else None
 
     def gain_over(self, option: Option, other: Option) -> float:
-        """Return the speed of a draft over that of another one, as a geometric mean over temperatures.
+        """Return the speed of a draft over that of another one, as a geometric mean over temperatures: measured where both were timed in
+        turns, on the same prompts, else predicted from costs."""
+        ratios = []
+        speeds = zip(self.speedups(option, self.batch), self.speedups(other, self.batch), strict=True)
+        for result, (first, second) in zip(self.results, speeds, strict=True):
+            picks = (_picked(result, option), _picked(result, other)) if self.table.hardware == result.hardware else ()
+            ratios.append(picks[0] / picks[1] if len(picks) == 2 and picks[0] and picks[1] else first / second)
+        return geometric_mean(ratios)
 
-        It is measured if both were timed on the same prompts at every temperature, else predicted from costs.
-        """
-        first, second = self.in_turns(option), self.in_turns(other)
-        if first is not None and second is not None:
-            return first / second
-        speeds = [geometric_mean(self.speedups(o, self.batch)) for o in (option, other)]
-        return speeds[0] / speeds[1]
-
-    def gains(self, option: Option) -> tuple[list[float], bool]:
+    def gains(self, option: Option, slice_name: str = OVERALL) -> tuple[list[float], bool]:
         """Return a draft's speedup at each result's temperature, at the headline's place, and whether these are measured.
 
         They are predicted where not every temperature was timed.
         """
-        timed = [self.measured(result, option) for result in self.results]
+        timed = [self.measured(result, option, slice_name) for result in self.results]
         known = [gain for gain in timed if gain is not None]
-        return (known, True) if len(known) == len(timed) else (self.speedups(option, self.batch), False)
+        return (known, True) if len(known) == len(timed) else (self.speedups(option, self.batch, slice_name), False)
 
     def paying(self, option: Option) -> "Plan | None":
         """Return the plan of the temperatures at which a draft pays, from the lowest up to the first where it does not."""

@@ -67,7 +67,8 @@ def make_rules(plan: Plan, option: Option) -> Rules:
     slices = {}
     for slice_name in plan.slices[1:]:
         if drafts := plan.served_with(option, plan.batch, slice_name):
-            pays = min(plan.speedups(drafts[0], plan.batch, slice_name=slice_name)) >= 1
+            # No engine drafts fewer tokens for one request than it was started with.
+            pays = min(plan.gains(option, slice_name)[0]) >= 1
             slices[slice_name] = drafts[0].num_speculative_tokens if pays else 0
     return Rules(
         drafter=option.drafter,

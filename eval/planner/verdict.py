@@ -7,6 +7,7 @@ earn back, and a clock that cannot be trusted. K: num_speculative_tokens.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import geometric_mean
 
 from draftsmith.eval.planner.plan import PAYS, Option, Plan, decoded_length, drafted_at, same_draft
 from draftsmith.eval.results.intervals import FEWEST_PROMPTS
@@ -192,7 +193,7 @@ def decide(
     options = plan.over_temperatures(plan.batch)
     if not options:
         return None
-    best = _settled(plan, options)
+    best = settled(plan, options)
     gains, timed = plan.gains(best)
     flaws = list(find_flaws(plan, best, checks, timed=timed))
     said = {flaw.what for flaw in flaws}
@@ -214,22 +215,35 @@ def decide(
         causes = "; ".join(f"{', '.join(causes_of)} ({remedy})" for remedy, causes_of in by_remedy.items())
         return Verdict(Action.MEASURE_AGAIN, f"Measure again before you decide: {causes}.", tuple(reasons), best)
     reasons += [f"{flaw.what[0].upper()}{flaw.what[1:]}: {flaw.remedy}." for flaw in flaws]
-    if max(gains) >= PAYS:
+    if plan.paying(best) is not None:
         return _deploy(plan, best, options, gains, "measured" if timed else "predicted", reasons)
-    return _keep_off(plan, best, max(gains), rising, reasons, taught=taught)
+    temperatures = [result.settings.temperature for result in plan.results]
+    reasons += [
+        f"At temperature {t:g} alone it would pay ({gain:.2f}x): evaluate with such evaluate.temperatures only to plan for it."
+        for gain, t in zip(gains, temperatures, strict=True)
+        if gain >= PAYS
+    ]
+    return _keep_off(plan, best, gains[temperatures.index(min(temperatures))], rising, reasons, taught=taught)
 
 
-def _settled(plan: Plan, options: Sequence[Option]) -> Option:
-    """Return the best draft by costs, or the one of its neighbours that was faster where they were timed in turns; the length that its
-    drafter was decoded with, where another is not worth a restart."""
-    best = options[0]
-    timed = [(speed, o) for o in options if o.drafter == best.drafter and (speed := plan.in_turns(o)) is not None]
-    if any(o is best for _, o in timed):
-        _, best = max(timed, key=lambda pair: pair[0])
+def settled(plan: Plan, options: Sequence[Option]) -> Option:
+    """Return the best of some drafts, sorted by what costs predict: of a drafter's lengths that were timed in turns the fastest, of
+    drafters that were timed the fastest, and the length that was decoded where another is not worth a restart."""
+    first = options[0]
+    turns = [
+        o
+        for o in options
+        if o.drafter == first.drafter and any(same_draft(p, o) for r in plan.results for p in r.picks)
+    ]
+    best = max((first, *turns), key=lambda o: plan.gain_over(o, first))
     own = _decoded(plan, options, best.drafter)
-    if own is None or not plan.gains(own)[1] or plan.gain_over(best, own) >= _WORTH_CHANGING:
+    if own is not None and plan.gains(own)[1] and plan.gain_over(best, own) < _WORTH_CHANGING:
+        best = own
+    if not plan.gains(best)[1]:
         return best
-    return own
+    decoded = [_decoded(plan, options, name) for name in dict.fromkeys(o.drafter for o in options)]
+    timed = [o for o in decoded if o is not None and plan.gains(o)[1]]
+    return max((best, *timed), key=lambda o: geometric_mean(plan.gains(o)[0]))
 
 
 def _decoded(plan: Plan, options: Sequence[Option], name: str) -> Option | None:
@@ -247,14 +261,16 @@ def _deploy(
         + f" ({how})"
     )
     name, k = best.drafter, best.num_speculative_tokens
+    paying = plan.paying(best) or plan
+    pays = {r.settings.temperature for r in paying.results}
     reasons += [
         f"At temperature {t:g} it is slower than the target alone ({gain:.2f}x): leave it off there."
-        for gain, t in zip(gains, temperatures, strict=True)
         if gain < 1
+        else f"At temperature {t:g} leave it off ({gain:.2f}x), as it does not pay there or at a lower one."
+        for gain, t in zip(gains, temperatures, strict=True)
+        if t not in pays
     ]
-    crossing = next(
-        (batch for batch, drafted in drafted_at(plan.paying(best) or plan, best).items() if not drafted), None
-    )
+    crossing = next((batch for batch, drafted in drafted_at(paying, best).items() if not drafted), None)
     if crossing is not None:
         reasons.append(f"From batch {crossing} on the target alone is as fast: see the table by batch.")
     own = _decoded(plan, options, name)

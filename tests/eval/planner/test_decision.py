@@ -36,7 +36,8 @@ def decision(target: str = "models/my-model", method: str = "draft_model", **exp
     rules = SimpleNamespace(largest_batch=4, drafter=method, num_speculative_tokens=3, by_batch=())
     settings = SimpleNamespace(dtype="float16")
     drafters, path = {method: SimpleNamespace(draft=draft)}, SimpleNamespace(path=target)
-    made = SimpleNamespace(results=[SimpleNamespace(drafters=drafters, target=path, settings=settings)])
+    one = SimpleNamespace(drafters=drafters, target=path, settings=settings, recipe=None)
+    made = SimpleNamespace(results=[one])
     place = {"exports": "export", "settings": "", "again": Again()}
     return SimpleNamespace(served=rules, plan=made, export=Export(**export), **place)
 
@@ -344,6 +345,61 @@ def test_engines_are_started_with_the_exports_weights_where_others_are_faster(dt
     assert engine_settings(found)["vllm"]
     said = "Engines are started with weights in float32, as the export has them: their lines are of eagle3 with "
     assert any(reason.startswith(said) for reason in found.verdict.reasons) is (started == "eagle3")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("eagle3, window 64", {"exported": False}),
+        ("eagle3, typical (lossy)", {"lossy": True}),
+        ("other", {"method": "medusa"}),
+    ],
+)
+def test_engines_are_started_with_the_runs_own_head_where_what_they_lack_is_faster(
+    name: str, changes: dict[str, Any]
+) -> None:
+    one, costs = result(0, {"overall": 0.6}), table()
+    (drafter,) = one.drafters.values()
+    assert drafter.draft is not None
+    best = DrafterResult(measures(0.8), drafter.slices, replace(drafter.draft, **changes))
+    points = (
+        replace(
+            p,
+            draft_ms={**p.draft_ms, name: p.draft_ms["eagle3"]},
+            admit_ms={**p.admit_ms, name: 30.0},
+            overhead_ms={**p.overhead_ms, name: 1.0},
+        )
+        for p in costs.points
+    )
+    given = replace(one, drafters={**one.drafters, name: best})
+    found = make_decision([given], replace(costs, points=tuple(points)), "costs.json")
+    assert found is not None
+    assert (found.rules.drafter, found.served.drafter) == (name, "eagle3")
+    assert engine_settings(found)["vllm"]
+    said = "Engines are started with the head as it is exported: their lines are of eagle3 with "
+    assert any(reason.startswith(said) for reason in found.verdict.reasons)
+
+
+def test_a_speculators_folder_drafts_as_many_tokens_as_its_recipe() -> None:
+    made = decision(method="eagle3", layout="eagle3_speculators")
+    assert engine_settings(made).keys() == {"vllm", "speculators"}
+    for tokens, started in ((3, {"vllm", "speculators"}), (4, {"speculators"})):
+        made.plan.results[0].recipe = {"evaluate": {"num_speculative_tokens": tokens}}
+        assert engine_settings(made).keys() == started
+
+
+def test_an_export_has_the_dtype_of_its_target() -> None:
+    """Where the recipe says it; costs of another one are named."""
+    one = result(0, {"overall": 0.8})
+    assert Export().dtype_of(one) == "float32"
+    for dtype, expected in (("auto", "float32"), ("bfloat16", "bfloat16")):
+        assert Export().dtype_of(replace(one, recipe={"target": {"dtype": dtype}})) == expected
+    found = make_decision([replace(one, recipe={"target": {"dtype": "bfloat16"}})], table(), "costs.json")
+    assert found is not None
+    assert any(
+        reason.startswith("Costs are of float32, but the export and its target are bfloat16")
+        for reason in found.verdict.reasons
+    )
 
 
 def test_no_engine_is_started_where_the_tree_alone_pays() -> None:

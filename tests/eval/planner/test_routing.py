@@ -94,3 +94,16 @@ def test_rules_come_back_from_their_file(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(UserError, match=r"routing\.json"):
         read_rules(path)
+
+
+def test_a_slice_is_judged_by_the_length_that_the_server_drafts_and_by_its_clock() -> None:
+    """One drafted token would pay on rag, the four of the server do not; a slower clock counts before costs."""
+    one = result(0, {"overall": 0.8, "code": 0.9, "rag": 0.28})
+    (drafter,) = one.drafters.values()
+    made = plan(one)
+    best = made.over_temperatures(1)[0]
+    assert max(made.speedups(o, 1, "rag")[0] for o in made.served_with(best, 1, "rag")) > 1.05
+    assert make_rules(made, best).slices == {"code": 4, "rag": 0}
+    slices = drafter.slices | {"code": replace(drafter.slices["code"], speedup=0.8)}
+    timed = plan(replace(one, drafters={"eagle3": replace(drafter, slices=slices)}))
+    assert make_rules(timed, best).slices == {"code": 0, "rag": 0}

@@ -136,11 +136,13 @@ def test_a_length_that_is_better_by_a_prediction_of_little_is_not_taken_over_a_t
     assert judged(timed).headline == "Deploy eagle3 with 3 drafted tokens: 1.75x at temperature 0 (measured)."
     picks = tuple(Pick("eagle3", k, 10, None, speed, (speed, speed)) for k, speed in ((3, 1.71), (4, 1.69)))
     assert judged(replace(timed, picks=picks)).headline.startswith("Deploy eagle3 with 3 drafted tokens: 1.75x")
-    # Also where another length was decoded.
+    # Another length was decoded: the one that was faster in turns is as much faster on all prompts.
     other = replace(timed.drafters["eagle3"], draft=replace(drafter.draft, num_speculative_tokens=2))
+    picks += (Pick("eagle3", 2, 10, None, 1.6, (1.6, 1.6)),)
     found = judged(replace(timed, drafters={"eagle3": other}, picks=picks))
-    assert found.headline.startswith(
-        "Raise the draft length of eagle3 to 3 and deploy it: 1.71x at temperature 0 (measured)"
+    assert (
+        found.headline
+        == "Raise the draft length of eagle3 to 3 and deploy it: 1.87x at temperature 0 (measured); 1.07 times as fast as with 2."
     )
     # One that is worth a restart is.
     far = replace(
@@ -148,6 +150,48 @@ def test_a_length_that_is_better_by_a_prediction_of_little_is_not_taken_over_a_t
         drafters={"eagle3": replace(timed.drafters["eagle3"], draft=replace(drafter.draft, num_speculative_tokens=1))},
     )
     assert judged(far).action == Action.CHANGE_K
+
+
+def test_a_few_prompts_do_not_turn_slower_into_faster() -> None:
+    """K = 3 was much faster than K = 4 on two prompts, where both were faster than on the others."""
+    picks = tuple(Pick("eagle3", k, 2, None, speed, (speed, speed)) for k, speed in ((3, 1.62), (4, 1.50)))
+    found = judged(replace(timed_at(0.93), picks=picks))
+    assert found.action == Action.DO_NOT_DEPLOY
+    assert "reaches 1.00x" in found.headline
+
+
+def test_of_drafters_that_were_timed_the_fastest_is_deployed() -> None:
+    """Costs say that the rounded weights are faster; the clock says otherwise."""
+    one, costs = timed_at(1.72), table()
+    plain, name = one.drafters["eagle3"], "eagle3, bfloat16"
+    assert plain.draft is not None
+    slower = replace(plain.overall, speedup=1.56, speedup_spread=(1.56, 1.56))
+    rounded = replace(plain, overall=slower, draft=replace(plain.draft, weights="bfloat16"))
+    points = [
+        replace(
+            p,
+            draft_ms={**p.draft_ms, name: {k: ms / 2 for k, ms in p.draft_ms["eagle3"].items()}},
+            admit_ms={**p.admit_ms, name: 30.0},
+            overhead_ms={**p.overhead_ms, name: 1.0},
+        )
+        for p in costs.points
+    ]
+    found = judged(replace(one, drafters={name: rounded, "eagle3": plain}), costs=replace(costs, points=tuple(points)))
+    assert found.headline == "Deploy eagle3 with 4 drafted tokens: 1.72x at temperature 0 (measured)."
+
+
+def test_what_pays_at_a_higher_temperature_alone_is_not_deployed() -> None:
+    """The rules know a largest temperature, no smallest."""
+    found = judged(result(0, {"overall": 0.02}), result(1, {"overall": 0.8}))
+    assert found.action != Action.DEPLOY
+    assert "reaches" not in found.headline or "0." in found.headline
+    assert any(reason.startswith("At temperature 1 alone it would pay (2.") for reason in found.reasons)
+
+
+def test_a_temperature_above_one_that_does_not_pay_is_left_out() -> None:
+    found = judged(*(result(t, {"overall": alpha}) for t, alpha in ((0, 0.8), (0.7, 0.1), (1, 0.8))))
+    assert found.action in (Action.DEPLOY, Action.CHANGE_K)
+    assert any(reason.startswith("At temperature 1 leave it off (") for reason in found.reasons)
 
 
 def timed_at(speedup: float, alpha: float = 0.8, repeats: int = 3, **overall: Any) -> Result:

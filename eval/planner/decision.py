@@ -5,7 +5,7 @@ A folder of an evaluation is read back by `draftsmith report`, also with the cos
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -134,15 +134,7 @@ def make_decision(
     )
     if verdict is None:
         return None
-    if (gpus := export.tensor_parallel) > 1:
-        one_device = (
-            f"The costs are of one device, but {gpus} GPUs are to serve (export.tensor_parallel): a pass and a draft cost something "
-            "else there, so measure tokens per second on that server, with and without the draft."
-        )
-        verdict = replace(verdict, reasons=(*verdict.reasons, one_device))
-    if export.dtype_of(first) != first.settings.dtype:
-        text = f"Costs are of {first.settings.dtype}, but the export and its target are {export.dtype_of(first)} (export.dtype, target.dtype)."
-        verdict = replace(verdict, reasons=(*verdict.reasons, text))
+    verdict = replace(verdict, reasons=(*verdict.reasons, *_unlike_the_costs(export, first)))
     pays = verdict.action in (Action.DEPLOY, Action.CHANGE_K)
     rules = served = (make_rules if pays else no_rules)(plan, verdict.option)
     best = first.drafters[verdict.option.drafter].draft
@@ -159,6 +151,17 @@ def make_decision(
             what = f"weights in {export.dtype_of(first)}, as the export has them"
         verdict = replace(verdict, reasons=(*verdict.reasons, _instead_of_it(plan, chain, what)))
     return Decision(plan, verdict, rules, served, checks, export, price_per_hour)
+
+
+def _unlike_the_costs(export: Export, result: Result) -> Iterator[str]:
+    """Say what of an export is not that which costs are of."""
+    if (gpus := export.tensor_parallel) > 1:
+        yield (
+            f"The costs are of one device, but {gpus} GPUs are to serve (export.tensor_parallel): a pass and a draft cost something "
+            "else there, so measure tokens per second on that server, with and without the draft."
+        )
+    if (dtype := export.dtype_of(result)) != result.settings.dtype:
+        yield f"Costs are of {result.settings.dtype}, but the export and its target are {dtype} (export.dtype, target.dtype)."
 
 
 def _instead_of_it(plan: Plan, chain: Option | None, what: str) -> str:

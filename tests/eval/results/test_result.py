@@ -88,7 +88,7 @@ def at(value: Any, path: tuple) -> Any:
     return value
 
 
-LATER = {"engine_tokens": None, "exported": True}
+LATER = {"engine_tokens": None, "exported": True, "engines_without": []}
 """Keys that earlier files of this version lack, and what is read then."""
 
 

@@ -237,8 +237,9 @@ def settled(plan: Plan, options: Sequence[Option]) -> Option:
     ]
     best = max((first, *turns), key=lambda o: plan.gain_over(o, first))
     own = _decoded(plan, options, best.drafter)
-    if own is not None and plan.gains(own)[1] and plan.gain_over(best, own) < _WORTH_CHANGING:
-        best = own
+    if own is not None and plan.gains(own)[1]:
+        apart = turns and own not in turns  # timed on other prompts than the decoded one
+        best = own if apart or plan.gain_over(best, own) < _WORTH_CHANGING else best
     if not plan.gains(best)[1]:
         return best
     decoded = [_decoded(plan, options, name) for name in dict.fromkeys(o.drafter for o in options)]

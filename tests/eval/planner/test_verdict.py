@@ -136,6 +136,9 @@ def test_a_length_that_is_better_by_a_prediction_of_little_is_not_taken_over_a_t
     assert judged(timed).headline == "Deploy eagle3 with 3 drafted tokens: 1.75x at temperature 0 (measured)."
     picks = tuple(Pick("eagle3", k, 10, None, speed, (speed, speed)) for k, speed in ((3, 1.71), (4, 1.69)))
     assert judged(replace(timed, picks=picks)).headline.startswith("Deploy eagle3 with 3 drafted tokens: 1.75x")
+    # Turns on other prompts, without the decoded length, say nothing against it.
+    apart = tuple(Pick("eagle3", k, 10, None, 2.0, (2.0, 2.0)) for k in (1, 2, 4))
+    assert judged(replace(timed, picks=apart)).headline.startswith("Deploy eagle3 with 3 drafted tokens: 1.75x")
     # Another length was decoded: the one that was faster in turns is as much faster on all prompts.
     other = replace(timed.drafters["eagle3"], draft=replace(drafter.draft, num_speculative_tokens=2))
     picks += (Pick("eagle3", 2, 10, None, 1.6, (1.6, 1.6)),)

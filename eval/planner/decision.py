@@ -75,9 +75,9 @@ class Export:
 class Decision:
     """What an evaluation decides.
 
-    rules: which requests to speculate for. served: the rules that engines are started with; they take no trees and the export's weights,
-    so where `rules` are of others these are of the fastest chain that is served. export: how the head is exported. price_per_hour: of the machine of the costs, None
-    where nobody said. exports: the folder of the exports. settings: the folder of the engines' start scripts, empty where the page
+    rules: which requests to speculate for. served: the rules that engines are started with; they take no trees and no weights
+    but the export's, so where `rules` are of others these are of the fastest chain that is served. export: how the head is exported.
+    price_per_hour: of the machine of the costs, None where nobody said. exports: the folder of the exports. settings: the folder of the engines' start scripts, empty where the page
     alone shows them. again: how the head is exported again.
     """
 

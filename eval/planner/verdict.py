@@ -215,8 +215,8 @@ def decide(
         causes = "; ".join(f"{', '.join(causes_of)} ({remedy})" for remedy, causes_of in by_remedy.items())
         return Verdict(Action.MEASURE_AGAIN, f"Measure again before you decide: {causes}.", tuple(reasons), best)
     reasons += [f"{flaw.what[0].upper()}{flaw.what[1:]}: {flaw.remedy}." for flaw in flaws]
-    if plan.paying(best) is not None:
-        return _deploy(plan, best, options, gains, "measured" if timed else "predicted", reasons)
+    if (paying := plan.paying(best)) is not None:
+        return _deploy(plan, paying, best, options, gains, "measured" if timed else "predicted", reasons)
     temperatures = [result.settings.temperature for result in plan.results]
     reasons += [
         f"At temperature {t:g} alone it would pay ({gain:.2f}x): evaluate with such evaluate.temperatures only to plan for it."
@@ -254,15 +254,21 @@ def _decoded(plan: Plan, options: Sequence[Option], name: str) -> Option | None:
 
 
 def _deploy(
-    plan: Plan, best: Option, options: Sequence[Option], gains: Sequence[float], how: str, reasons: list[str]
+    plan: Plan,
+    paying: Plan,
+    best: Option,
+    options: Sequence[Option],
+    gains: Sequence[float],
+    how: str,
+    reasons: list[str],
 ) -> Verdict:
+    """paying: the plan of the temperatures at which the best draft pays."""
     temperatures = [r.settings.temperature for r in plan.results]
     speeds = (
         ", ".join(f"{gain:.2f}x at temperature {t:g}" for gain, t in zip(gains, temperatures, strict=True))
         + f" ({how})"
     )
     name, k = best.drafter, best.num_speculative_tokens
-    paying = plan.paying(best) or plan
     pays = {r.settings.temperature for r in paying.results}
     reasons += [
         f"At temperature {t:g} it is slower than the target alone ({gain:.2f}x): leave it off there."

@@ -178,6 +178,9 @@ def test_results_are_written_after_every_head_and_name_no_folders(
     assert found["command"].startswith("bash scripts/test_engines.sh --engine vllm --output ")
     assert "--work" not in found["command"]
     assert "2 of 2 comparisons agree" in capsys.readouterr().out
+    monkeypatch.setattr(engine_check, "check_in_vllm", lambda *a: [])
+    assert engine_check.main() == 2, "nothing was compared"
+    assert "no head was served" in capsys.readouterr().err
     monkeypatch.setattr(engine_check, "check_in_vllm", lambda *a: [replace(GREEDY, differences=("p: rounds",))])
     assert engine_check.main() == 1
     assert "DIFFERS: p: rounds" in capsys.readouterr().out

@@ -128,7 +128,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown := set(options.only) - set(NAMES):
             raise UserError(f"--only names {unknown.pop()!r}, which is no head of the check: --help lists them.")
         targets = prepare_targets(options.recipes, work, heads, options.only, words)
-        rows = [row for served in targets for row in _check(served, work, options)]
+        if not (rows := [row for served in targets for row in _check(served, work, options)]):
+            raise UserError(
+                "no head was served: --only, --engine and --recipes leave none that the engine reads; name others."
+            )
     except UserError as error:
         print(f"test_engines: {error}", file=sys.stderr)
         return 2

@@ -205,7 +205,7 @@ def _check_initial_head(session: Session, exporting: bool) -> DraftHead:
             say(f"warning: such heads can be trained and measured, but not exported: {error}")
         else:
             layout = find_layout(options["layout"], recipe.method)
-            rules = {e: rule for e in layout.engines if (rule := layout.blocking_rule(e, files, target, head.served()))}
+            rules = layout.blocking_rules(files, target, head.served())
             blocked = {engine: f"{rule.why} ({rule.what}); {rule.instead}" for engine, rule in rules.items()}
             found = [engines_notice(layout, recipe.target.path, target.identity.architectures, blocked)]
             found += [version_notice(layout, version) for version in (recipe.export.engine_version,) if version]

@@ -158,7 +158,8 @@ def convert_head(
     elif row is not None and row.optional and borrows_embedding(head.get_parameter(EMBEDDING), target):
         del files.tensors[row.name]
     chosen.refuse_what_engines_lack(files, target, head)
-    serve = [engine for engine in chosen.engines if chosen.blocking_rule(engine, files, target, head) is None]
+    blocked = chosen.blocking_rules(files, target, head)
+    serve = [engine for engine in chosen.engines if engine not in blocked]
     _check_split(chosen, serve or list(chosen.engines), files, tensor_parallel)
     chosen.schema.check(files)
     return files
@@ -174,7 +175,7 @@ def engines_without(head: DraftHead, target: Target) -> tuple[str, ...]:
         except UserError:
             without = list(layout.engines)
         else:
-            without = [e for e in layout.engines if layout.blocking_rule(e, files, target, head.served()) is not None]
+            without = list(layout.blocking_rules(files, target, head.served()))
         found += [f"{layout.name}/{engine}" for engine in without]
     return tuple(found)
 

@@ -124,7 +124,7 @@ def fenced(snippets: Sequence[Snippet], bash: str = "") -> list[str]:
 def _why_not(exported: Exported, engine: str) -> str | None:
     """Return why the engine cannot serve this head and what to do instead; the text follows its name. None where it can."""
     serving = exported.serving
-    rule = exported.layout.blocking_rule(engine, exported.files, exported.target, exported.head)
+    rule = exported.layout.blocking_rules(exported.files, exported.target, exported.head).get(engine)
     if rule is not None:
         return f"{rule.why} ({rule.what}); {rule.instead}"
     if serving.adapter is not None and not ENGINES[engine].serves_adapters:

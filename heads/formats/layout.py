@@ -105,9 +105,13 @@ class Layout:
         """Whether heads that a rule of one of the engines is about are not exported."""
         return len(self.engines) == 1 if rule.refused is None else rule.refused
 
-    def blocking_rule(self, engine: str, files: ModelFiles, target: Target, head: DraftHead) -> Rule | None:
-        """Return the rule that keeps `engine` from serving these files, None where it serves them."""
-        return next((rule for rule in self.engines[engine].rules if rule.applies(files, target, head)), None)
+    def blocking_rules(self, files: ModelFiles, target: Target, head: DraftHead) -> dict[str, Rule]:
+        """Return by engine the rule that keeps it from serving these files; those that serve them are left out."""
+        first = {
+            engine: next((rule for rule in served.rules if rule.applies(files, target, head)), None)
+            for engine, served in self.engines.items()
+        }
+        return {engine: rule for engine, rule in first.items() if rule is not None}
 
     def refuse_what_engines_lack(self, files: ModelFiles, target: Target, head: DraftHead) -> None:
         """Raise UserError, naming the engine, why and what to do instead, where the layout's engine lacks something."""

@@ -356,7 +356,7 @@ class _Run:
             "heldout_accuracy": held.accuracy,
             "heldout_chance": held.chance,
             "heldout_acceptance": held.acceptance,
-            "tau": {"overall": held.tau, "slices": held.tau_by_slice},
+            "tau": {"overall": held.tau, "slices": held.tau_by_slice, "num_speculative_tokens": self.draft_length},
             **{f"heldout_{name}": figures for name, figures in held.more.items()},
         }
         if not progress.best_tau and self.accelerator.is_main_process:

@@ -195,7 +195,7 @@ def calibrate_best(
     folder: Path, target: Target, source: FeatureSource, batches: Sequence[Batch], row_tokens: int, sampling: Sampling
 ) -> dict[str, Any]:
     """Fit the confidence of the finished head in `folder` to the held-out answers, of which each process takes a share, and save it;
-    return its report, nothing where the fit is no better. sampling: that of the answers."""
+    return its report, with the errors before and after, nothing for a head without one. sampling: that of the answers."""
     head = load_head(folder, target).to(target.device)
 
     def passes(look: Callable[[int, TrainBatch, HeadOutput, Tensor], Found]) -> list[Found]:

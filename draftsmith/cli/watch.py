@@ -148,9 +148,10 @@ def _follow(
             write_text(own.prometheus, prometheus(state.slices))
         code = min((CODES[one.alarm] for one in state.slices.values() if one.alarm is not None), default=0)
         enough = own.requests is not None and _requests(state) >= own.requests
-        if (code and not own.go_on) or (own.once and not events) or enough:
+        nothing_waits = isinstance(source, ServerSource) or (source.ended and not events)
+        if (code and not own.go_on) or (own.once and nothing_waits) or enough:
             return code
-        if own.records is None or not events:
+        if nothing_waits:
             time.sleep(own.every)
 
 
@@ -207,7 +208,8 @@ def _beside(name: str, one: Watched, result: "tuple[str, Measures, Result] | Non
     if result is None or one.baseline is None:
         return ""
     drafter, overall, whole = result
-    most = whole.settings.num_speculative_tokens + 1
+    draft = whole.drafters[drafter].draft
+    most = (whole.settings.num_speculative_tokens if draft is None else draft.num_speculative_tokens) + 1
     if one.baseline.tau > 0.95 * most:
         return (
             f"{name}: nearly every drafted token of the first requests was accepted (tau {one.baseline.tau:.3f} of at most {most}): look "

@@ -193,7 +193,9 @@ class Beam:
         score_Bc, tokens_Bc = score_Bmb.flatten(1), target_ids(best.indices).expand_as(score_Bmb).flatten(1)
         number_Bc = self.number_Bm.repeat_interleave(branching, 1)
         first = sum(above.score_Bc.shape[1] for above in self.levels)
-        width = min(self.tree.beam, score_Bc.shape[1])
+        # A node with fewer children leaves room for those of more nodes.
+        beam = replace(self.tree, branching=branching).beam if self.tree.rule == "accum_logp" else self.tree.beam
+        width = min(beam, score_Bc.shape[1])
         ranked = score_Bc.sort(dim=1, descending=True, stable=True)
         chosen_Bm = ranked.indices[:, :width]
         best_Bm = Candidates(tokens_Bc.gather(1, chosen_Bm), ranked.values[:, :width], number_Bc.gather(1, chosen_Bm))

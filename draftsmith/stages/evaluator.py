@@ -126,7 +126,10 @@ def choose_lengths(
     if not simulated or batch not in table.batches:
         return []
     say(f"evaluate: choosing a draft length at T={sampling.temperature:g}")
-    point, longest = table.middle(batch), max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
+    point, longest = (
+        table.middle(batch).at(sampling.temperature),
+        max(len(r.prompt_ids) + r.max_new_tokens for r in requests),
+    )
     rows = next((n for n in (SIMULATED_BATCH, 8, 2) if fits_in_memory(target, n, longest)), 1)
     answers = answer_alone(target, requests, sampling, journal, rows)
     speedups: dict[tuple[SystemUnderTest, int], float] = {}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from draftsmith.decoder.cache import entry_bytes, layer_shapes
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.clocks.costs import measure_table
@@ -48,10 +49,16 @@ def contexts_of(
     return sorted({max(2, min(length, longest)) for length in contexts})
 
 
+def _samplings(spec: EvaluateSpec) -> list[Sampling]:
+    """Return the settings that costs are timed at: temperature 0 where the recipe has it, and the first above it."""
+    greedy, above = (next((t for t in spec.temperatures if (t > 0) is warm), None) for warm in (False, True))
+    return [spec.sampling(t) for t in (greedy, above) if t is not None]
+
+
 def _grid(evaluation: Evaluation) -> tuple[list[SystemUnderTest], set[tuple[int, int]]]:
-    """Return what a table of costs is to hold, at the recipe's first temperature: drafters, and places (batch, context)."""
+    """Return what a table of costs is to hold: drafters, and places (batch, context)."""
     spec, prompts = evaluation.recipe.evaluate, evaluation.prompts
-    drafters = at_temperature(evaluation.drafters, spec.sampling(spec.temperatures[0]))
+    drafters = at_temperature(evaluation.drafters, _samplings(spec)[0])
     systems = [c for c in drafters if c.fixed_length]
     deepest = max([spec.max_k, *(c.nodes(c.max_k) for c in systems)])
     contexts = contexts_of(spec, prompts, evaluation.target.context_length, deepest)
@@ -62,7 +69,7 @@ def has_costs(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Calla
     """Return whether the table of a finished evaluation, of whatever machine, holds all that the recipe plans for; what it holds
     besides is taken out then."""
     places, table = _grid(evaluation)[1], read_whole(read_cost_table, path, warn)
-    if table is None or table.lacks(places):
+    if table is None or table.lacks(places) or not _of_temperatures(table, evaluation.recipe.evaluate):
         return False
     _trim(table, places, path, run)
     return True
@@ -79,13 +86,20 @@ def costs_of_run(evaluation: Evaluation, path: Path, run: RunDirectory, warn: Ca
     asked = (target.fingerprint, target.dtype_name, read, machine["hardware"], machine["versions"], names)
     others = [c.name for c in systems if c.name in table.drafts and c.info.unlike(table.drafts[c.name])]
     of, where = (table.target.fingerprint, table.dtype, table.weights_bytes), (table.hardware, table.versions)
-    if target.agreed(lambda: bool(others) or asked != (*of, *where, table.drafters)):
-        say(f"costs: {path} is of another machine, of other packages or of other drafters, and is measured again")
+    warm = _of_temperatures(table, evaluation.recipe.evaluate)
+    if target.agreed(lambda: bool(others) or not warm or asked != (*of, *where, table.drafters)):
+        what = "another machine, of other packages, temperatures or drafters"
+        say(f"costs: {path} is of {what}, and is measured again")
         return measure_and_keep(evaluation, path)
     if table.lacks(places):
         return measure_and_keep(evaluation, path, table)
     target.agreed(lambda: _trim(table, places, path, run))
     return table.only(places)
+
+
+def _of_temperatures(table: CostTable, spec: EvaluateSpec) -> bool:
+    """Return whether a table holds costs at temperature 0 and above it, as far as the recipe has both."""
+    return {t > 0 for t in spec.temperatures} <= {t > 0 for t in table.temperatures}
 
 
 def read_whole(read: Callable[[Path], Read], path: Path, warn: Callable[[str], None]) -> Read | None:
@@ -122,7 +136,7 @@ def measure_and_keep(evaluation: Evaluation, path: Path, kept: CostTable | None 
         evaluation.info,
         systems,
         evaluation.prompts.median.prompt_ids,
-        spec.sampling(spec.temperatures[0]),
+        _samplings(spec),
         places=places,
         command=command_line(),
         kept=kept,

@@ -30,6 +30,14 @@ TABLE_MARK = r'\A\{\n  "schema_version": .*"points": '
 
 
 @dataclass(frozen=True)
+class Drafting:
+    """What depends on the temperature: draft_ms and overhead_ms as in `CostPoint`."""
+
+    draft_ms: dict[str, dict[str, float]]
+    overhead_ms: dict[str, float]
+
+
+@dataclass(frozen=True)
 class CostPoint:
     """Milliseconds of steps for `batch` rows, each behind `context` tokens; sizes are text keys, as JSON has no others.
 
@@ -38,6 +46,7 @@ class CostPoint:
     overhead_ms: {drafter: what a round spends on neither}, "" for the target alone.
     round_ms: {drafter: {"k": a whole round that drafts k tokens}}, "" for the target alone, which drafts "0": where it is given nothing
     is known of a round's parts, so that verify_ms, draft_ms and overhead_ms are empty.
+    sampled: drafts and overhead above temperature 0, where draft_ms and overhead_ms are of temperature 0; else None.
     """
 
     batch: int
@@ -47,6 +56,13 @@ class CostPoint:
     admit_ms: dict[str, float]
     overhead_ms: dict[str, float]
     round_ms: dict[str, dict[str, float]] = field(default_factory=dict)
+    sampled: Drafting | None = None
+
+    def at(self, temperature: float) -> "CostPoint":
+        """Return the costs at a temperature."""
+        if self.sampled is None or temperature == 0:
+            return self
+        return replace(self, draft_ms=self.sampled.draft_ms, overhead_ms=self.sampled.overhead_ms, sampled=None)
 
     @property
     def alone_ms(self) -> float:
@@ -70,7 +86,8 @@ class CostPoint:
     def total_ms(self) -> float:
         """All costs together, to compare with those of another measurement of the same place."""
         kinds = (self.verify_ms, self.admit_ms, self.overhead_ms, *self.draft_ms.values(), *self.round_ms.values())
-        return sum(ms for costs in kinds for ms in costs.values())
+        own = sum(ms for costs in kinds for ms in costs.values())
+        return own if self.sampled is None else own + self.at(1.0).total_ms
 
 
 def between(costs: dict[str, float], size: int) -> float:
@@ -99,6 +116,7 @@ class CostTable:
     too_large: the (batch, context) that did not fit in memory, which nobody need try again.
     command, commit, date, hardware, versions: as in result.json. servers: that whole rounds were measured from, none where steps were
     timed here; dtype, weights_bytes and hardware of servers are not known. drafts: {drafter: how it drafts}, as far as that is known.
+    temperatures: that steps were timed at, of each point's draft_ms and overhead_ms, then of `sampled`; empty where that is not known.
     """
 
     target: TargetInfo
@@ -115,6 +133,7 @@ class CostTable:
     servers: tuple[TimedServer, ...] = ()
     too_large: tuple[tuple[int, int], ...] = ()
     drafts: dict[str, DraftInfo] = field(default_factory=dict)
+    temperatures: tuple[float, ...] = ()
     schema_version: int = 4
 
     @property
@@ -171,9 +190,9 @@ class CostTable:
         k = min(max(map(int, one.draft_ms[name])) for one in points)
         return point.verify(self.tokens(name, k)) + point.draft(name, k), point.overhead_ms[name]
 
-    def at(self, batch: int, context: int) -> CostPoint | None:
+    def at(self, batch: int, context: int, temperature: float = 0.0) -> CostPoint | None:
         """Return the costs at a measured batch and context, None where these did not fit."""
-        return next((p for p in self.points if (p.batch, p.context) == (batch, context)), None)
+        return next((p.at(temperature) for p in self.points if (p.batch, p.context) == (batch, context)), None)
 
     def lacks(self, places: Set[tuple[int, int]]) -> bool:
         """Return whether a (batch, context) of `places` was never tried."""
@@ -229,6 +248,8 @@ def _flaws(point: CostPoint, *, whole: bool) -> Iterator[str]:
     """Yield, a clause each, which costs are no positive numbers, or lack a part: `whole` rounds, or verify_ms and the others."""
     if point.batch < 1 or point.context < 1:
         yield f"is for batch {point.batch} and context {point.context}, which must be at least 1"
+    if point.sampled is not None:
+        yield from _flaws(point.at(1.0), whole=whole)
     kinds = {f"{kind}.{n}".rstrip("."): c for kind in ("draft_ms", "round_ms") for n, c in getattr(point, kind).items()}
     for name, costs in (kinds if whole else {"verify_ms": point.verify_ms, **kinds}).items():
         least = 0 if name == "round_ms" else 1  # the target alone

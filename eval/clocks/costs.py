@@ -1,7 +1,8 @@
 """Time single steps on this machine: a target pass over n tokens, and proposing k tokens.
 
 Each cost is the first quartile of repeats in turns at a context length: drifts of the machine hit all alike, and what else runs on it only
-ever adds to a time.
+ever adds to a time. Whole rounds are timed a few in a row, as answers are made of them: what a small target left in the processor's
+caches, the next round finds there.
 """
 
 import time
@@ -20,7 +21,7 @@ from draftsmith.decoder.draft import DecodeState, Draft, Drafter, NewTokens, Pro
 from draftsmith.decoder.loop import Loop, Stopwatch
 from draftsmith.decoder.sampling import NoiseTable, Sampling
 from draftsmith.decoder.slots import run_draft
-from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable
+from draftsmith.eval.clocks.cost_table import ALONE, CostPoint, CostTable, Drafting
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.results.result import Costs, TargetInfo
 from draftsmith.machine import available_memory, environment, read_bandwidth
@@ -36,10 +37,14 @@ _PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 24, 32, 48, 64)
 _FEWER = (1, 2, 3, 5, 9, 17, 33, 64)
 """The same at larger batches."""
 _ROUNDS = 12
-"""Rounds of an answer whose rounds are timed whole."""
-_WHOLE = "round"
+"""Rounds of an answer whose rounds are timed whole, at least, and how many of them in a row, behind one that is not timed."""
+_IN_A_ROW = 3
+_SAMPLED = "sampled "
+"""What begins the names of steps above temperature 0 where they are timed at temperature 0, too."""
 
 Job = Callable[[], object]
+Key = tuple[str, str, str]
+"""Of what is timed: the step, the drafter ("" for the target alone) and the size ("" where there is but one)."""
 
 
 @torch.no_grad()
@@ -60,9 +65,10 @@ def measure_costs(
     context_ids = (list(context_ids) * (max(sizes) + 1))[: max(len(context_ids), max(sizes) + 1)]
     jobs = _verify_jobs(target, context_ids, rows, sorted(sizes))
     for c in systems:
-        jobs |= _draft_jobs(target, c, c.lengths, context_ids, rows, sampling)
-    cost = _by_name(_time(jobs, target.device, repeats))
-    return Costs(cost.pop("verify"), cost, _tree_nodes(systems))
+        prompts = _read(target, c, context_ids, rows)
+        jobs |= {("draft", c.name, str(k)): _draft_job(c.make(k), prompts, sampling) for k in c.lengths}
+    cost = _by_step(_time(jobs, target.device, repeats))
+    return Costs(cost["verify"][ALONE], cost.get("draft", {}), _tree_nodes(systems))
 
 
 @torch.no_grad()
@@ -71,16 +77,16 @@ def measure_table(
     info: TargetInfo,
     systems: Sequence[SystemUnderTest],
     context_ids: Sequence[int],
-    sampling: Sampling,
+    samplings: Sequence[Sampling],
     *,
     places: Set[tuple[int, int]],
     command: str,
     kept: CostTable | None = None,
-    seconds: float = 1.0,
+    seconds: float = 1.5,
 ) -> CostTable:
     """Time target passes and drafts at every (batch, context) of `places` that fits in memory; the text is `context_ids`, repeated.
 
-    kept: what was timed earlier on this machine, of the same target and drafters, and is not timed again. seconds: for the repeats of
+    samplings: one, or that of temperature 0 and then one above it, which cost a drafter and the verdict more. kept: what was timed earlier on this machine, of the same target and drafters, and is not timed again. seconds: for the repeats of
     a batch and context, of which there are 3 to 31. Shows a bar. Drafters that a target tuned with them verifies cost as the untuned
     one does, whose sizes are the same.
     """
@@ -89,16 +95,17 @@ def measure_table(
 
     def measure(rows: int, context: int) -> CostPoint:
         ids = (list(context_ids) * (context // len(context_ids) + 1))[:context]
-        point = _point(target, systems, ids, rows, sampling, seconds)
-        return CostPoint(**target.agreed(lambda: asdict(point)))
+        point = _point(target, systems, ids, rows, samplings, seconds)
+        values = target.agreed(lambda: asdict(point))
+        return CostPoint(**values | {"sampled": values["sampled"] and Drafting(**values["sampled"])})
 
     missing = sorted(places - timed.keys() - too_large)
     with Bar(total=len(missing), desc="costs", unit="point") as bar:
         for rows, context in missing:
             bar.set_postfix_str(f"batch {rows}, context {context}")
             too_large.add((rows, context))
-            # The target alone and every drafter have an answer under way while passes are timed.
-            if not timed or fits_in_memory(target, rows, context, caches=3 + len(systems)):
+            # The target alone and every drafter have answers under way while passes are timed.
+            if not timed or fits_in_memory(target, rows, context, 2 + len(samplings) * (1 + len(systems))):
                 try:
                     timed[rows, context] = measure(rows, context)
                     too_large.remove((rows, context))
@@ -118,6 +125,7 @@ def measure_table(
         **environment(),
         too_large=tuple(sorted(too_large)),
         drafts={c.name: c.info for c in systems},
+        temperatures=tuple(sampling.temperature for sampling in samplings),
     )
     table = table.only(places)
     # What was held up shows against the other places, and may no longer be.
@@ -137,7 +145,7 @@ def _point(
     systems: Sequence[SystemUnderTest],
     ids: Sequence[int],
     rows: int,
-    sampling: Sampling,
+    samplings: Sequence[Sampling],
     seconds: float,
 ) -> CostPoint:
     """Time a batch behind a context. A round's overhead is all that it takes, as the loop runs it, beyond the pass and the draft
@@ -146,25 +154,37 @@ def _point(
     passes = pass_sizes(rows, largest)
     passes |= {c.nodes(c.num_speculative_tokens) for c in systems}
     jobs = _verify_jobs(target, ids, rows, sorted(passes))
-    jobs[_WHOLE, ALONE] = _Rounds(target, TargetAlone(), ids, rows, sampling, None)
+    kinds = dict(zip(("", _SAMPLED), samplings, strict=False))
+    for kind, sampling in kinds.items():
+        jobs[f"{kind}round", ALONE, ""] = _Rounds(target, TargetAlone(), ids, rows, sampling, None)
     for c in systems:
-        own = c.num_speculative_tokens
-        lengths = [k for k in c.lengths if rows == 1 or k in (1, 2, 4, own, c.lengths[-1])]
-        jobs |= _draft_jobs(target, c, lengths, ids, rows, sampling)
-        cache, drafter = KVCache.for_target(target, rows, len(ids)), c.make(own)
-        prompts = _prefill(target, cache, ids, rows, drafter.layer_ids)
-        drafter.start(rows, len(ids))
-        jobs["admit", c.name] = partial(drafter.admit, prompts)
-        jobs[_WHOLE, c.name] = _Rounds(c.verified_by(target), c.make(own), ids, rows, sampling, c.typical)
+        own, prompts = c.num_speculative_tokens, _read(target, c, ids, rows)
+        (reader := c.make(own)).start(rows, len(ids))
+        jobs["admit", c.name, ""] = partial(reader.admit, prompts)
+        for kind, sampling in kinds.items():
+            for k in c.lengths if rows == 1 else sorted({1, 2, 4, own, c.lengths[-1]} & {*c.lengths}):
+                jobs[f"{kind}draft", c.name, str(k)] = _draft_job(c.make(k), prompts, sampling)
+            answer = _Rounds(c.verified_by(target), c.make(own), ids, rows, sampling, c.typical)
+            jobs[f"{kind}round", c.name, ""] = answer
     started = time.perf_counter()
     _time(jobs, target.device, 1)
     once = (time.perf_counter() - started) / (1 + WARM_UP)
     repeats = target.agreed(lambda: repeats_within(seconds, once))
-    cost = _by_name(_time(jobs, target.device, repeats))
-    verify, admit, whole = (cost.pop(kind, {}) for kind in ("verify", "admit", _WHOLE))
-    parts = {c.name: verify[str(c.nodes(k))] + cost[c.name][str(k)] for c in systems if (k := c.num_speculative_tokens)}
-    overhead = {name: max(0.0, ms - parts.get(name, verify["1"])) for name, ms in whole.items()}
-    return CostPoint(rows, len(ids), verify, admit_ms=admit, draft_ms=cost, overhead_ms=overhead)
+    cost = _by_step(_time(jobs, target.device, repeats))
+    verify = cost["verify"][ALONE]
+
+    def drafting(kind: str) -> Drafting:
+        draft = cost.get(f"{kind}draft", {})
+        parts = {
+            c.name: verify[str(c.nodes(k))] + draft[c.name][str(k)] for c in systems if (k := c.num_speculative_tokens)
+        }
+        whole = {name: ms[""] for name, ms in cost[f"{kind}round"].items()}
+        return Drafting(draft, {name: max(0.0, ms - parts.get(name, verify["1"])) for name, ms in whole.items()})
+
+    first = drafting("")
+    admit = {name: ms[""] for name, ms in cost.get("admit", {}).items()}
+    sampled = drafting(_SAMPLED) if _SAMPLED in kinds else None
+    return CostPoint(rows, len(ids), verify, first.draft_ms, admit, first.overhead_ms, sampled=sampled)
 
 
 def pass_sizes(rows: int, largest: int) -> set[int]:
@@ -178,32 +198,39 @@ def repeats_within(seconds: float, once: float) -> int:
 
 
 class _Rounds:
-    """A job that runs one more round of answers as the decoding loop does. `prepare` begins them anew before one ends, so that the
+    """A job that runs more rounds of answers as the decoding loop does. `prepare` begins them anew before one ends, so that the
     batch stays whole."""
 
     def __init__(
         self, target: Target, drafter: Drafter, ids: Sequence[int], rows: int, sampling: Sampling, typical: Any
     ) -> None:
-        tokens = 1 + _ROUNDS * (drafter.num_speculative_tokens + 1)
+        self._at_once = (1 + _IN_A_ROW) * (drafter.num_speculative_tokens + 1)
+        tokens = 1 + max(_ROUNDS * (drafter.num_speculative_tokens + 1), self._at_once)
         room = target.context_length - len(ids) - drafter.max_nodes
         limit = max(2, min(tokens, room))
         requests = [Request(str(row), "costs", tuple(ids), limit, row, ignore_eos=True) for row in range(rows)]
         self._begin = lambda: Loop(target, drafter, requests, sampling, typical, rows)
         self._loop: Loop | None = None
+        self.rounds = 0
 
     def prepare(self) -> None:
-        """Have a round to run, with every row at work."""
-        if self._loop is None or any(answer.finish_reason for answer in self._loop.rows):
+        """Have rounds to run, with every row at work, and the last one just behind."""
+        if self._loop is None or any(answer.tokens_left <= self._at_once for answer in self._loop.rows):
             self._loop = self._begin()
+        if all(answer.tokens_left > self._at_once for answer in self._loop.rows):
+            self._loop.round()
 
     def __call__(self) -> None:
         assert self._loop is not None
-        self._loop.round()
+        self.rounds = 0
+        while self.rounds < _IN_A_ROW and not any(answer.finish_reason for answer in self._loop.rows):
+            self._loop.round()
+            self.rounds += 1
 
 
-def _time(jobs: Mapping[tuple[str, str], Job], device: torch.device, repeats: int) -> dict[tuple[str, str], float]:
-    """Return the first quartile of the milliseconds of each job over repeats in turns, after a warm-up."""
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
+def _time(jobs: Mapping[Key, Job], device: torch.device, repeats: int) -> dict[Key, float]:
+    """Return the first quartile of the milliseconds of each job over repeats in turns, after a warm-up; of a round where it runs several."""
+    times: dict[Key, list[float]] = {key: [] for key in jobs}
     for repeat in range(repeats + WARM_UP):
         for key, job in jobs.items():
             if isinstance(job, _Rounds):
@@ -212,21 +239,22 @@ def _time(jobs: Mapping[tuple[str, str], Job], device: torch.device, repeats: in
             job()
             watch.lap("job")
             if repeat >= WARM_UP:
-                times[key].append(1000 * watch.seconds["job"])
+                times[key].append(1000 * watch.seconds["job"] / (job.rounds if isinstance(job, _Rounds) else 1))
     found = {key: sorted(samples)[len(samples) // 4] for key, samples in times.items()}
     # None above that of a larger size of the same kind: less work never takes longer, so that what does was held up.
-    least: dict[str, float] = {}
-    sized = sorted((key for key in found if key[1].isdecimal()), key=lambda key: int(key[1]), reverse=True)
-    for name, size in sized:
-        found[name, size] = least[name] = min(found[name, size], least.get(name, found[name, size]))
+    least: dict[tuple[str, str], float] = {}
+    for step, name, size in sorted((key for key in found if key[2]), key=lambda key: int(key[2]), reverse=True):
+        key, of = (step, name, size), (step, name)
+        found[key] = least[of] = min(found[key], least.get(of, found[key]))
     return found
 
 
-def _by_name(times: Mapping[tuple[str, str], float]) -> dict[str, dict[str, float]]:
-    by_name: dict[str, dict[str, float]] = {}
-    for (name, size), ms in times.items():
-        by_name.setdefault(name, {})[size] = ms
-    return by_name
+def _by_step(times: Mapping[Key, float]) -> dict[str, dict[str, dict[str, float]]]:
+    """Return {step: {drafter: {size: ms}}}."""
+    by_step: dict[str, dict[str, dict[str, float]]] = {}
+    for (step, name, size), ms in times.items():
+        by_step.setdefault(step, {}).setdefault(name, {})[size] = ms
+    return by_step
 
 
 def _tree_nodes(systems: Sequence[SystemUnderTest]) -> dict[str, dict[str, int]]:
@@ -244,9 +272,7 @@ def _prefill(
     return Prompts(torch.arange(rows, device=target.device), ids_BL, cache.lengths_B, new_tokens)
 
 
-def _verify_jobs(
-    target: Target, context_ids: Sequence[int], rows: int, sizes: Sequence[int]
-) -> dict[tuple[str, str], Job]:
+def _verify_jobs(target: Target, context_ids: Sequence[int], rows: int, sizes: Sequence[int]) -> dict[Key, Job]:
     """Return a job for a target pass of each size. They share a cache, as nothing is committed."""
     passes = Passes.of(target, rows, len(context_ids) + max(sizes), max(sizes))
     _prefill(target, passes.cache, context_ids, rows, ())
@@ -256,21 +282,13 @@ def _verify_jobs(
         return passes(Draft.chain(ids_BN[:, 0], ids_BN[:, 1:]), len(context_ids)).logits_BNV
 
     texts = {n: torch.tensor([(list(context_ids) * n)[:n]] * rows, device=target.device) for n in sizes}
-    return {("verify", str(n)): partial(pass_over, ids_BN) for n, ids_BN in texts.items()}
+    return {("verify", ALONE, str(n)): partial(pass_over, ids_BN) for n, ids_BN in texts.items()}
 
 
-def _draft_jobs(
-    target: Target,
-    system: SystemUnderTest,
-    lengths: Sequence[int],
-    context_ids: Sequence[int],
-    rows: int,
-    sampling: Sampling,
-) -> dict[tuple[str, str], Job]:
-    """Return a job for a draft of each length."""
+def _read(target: Target, system: SystemUnderTest, context_ids: Sequence[int], rows: int) -> Prompts:
+    """Read the context as prompts for a drafter."""
     cache = KVCache.for_target(target, rows, len(context_ids))
-    prompts = _prefill(target, cache, context_ids, rows, system.make(1).layer_ids)
-    return {(system.name, str(k)): _draft_job(system.make(k), prompts, sampling) for k in lengths}
+    return _prefill(target, cache, context_ids, rows, system.make(1).layer_ids)
 
 
 def _draft_job(drafter: Drafter, prompts: Prompts, sampling: Sampling) -> Job:

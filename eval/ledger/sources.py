@@ -41,7 +41,12 @@ def read_source(where: str) -> Told:
     if where.startswith(("http://", "https://")):
         return read_server(ModelServer(where, "the address"))
     text = read_text(Path(where), _REMEDY)
-    told = _records(text, where) if text.lstrip()[:1] in ("{", "[") else read_log(text.splitlines())
+    try:
+        told = _records(text, where) if text.lstrip()[:1] in ("{", "[") else read_log(text.splitlines())
+    except UserError:
+        # Lines of a log may begin with a bracket, as SGLang's do before their time.
+        if (told := read_log(text.splitlines())) is None:
+            raise
     if told is None:
         raise UserError(f"{where} {UNKNOWN_LOG}")
     return told
@@ -220,7 +225,9 @@ def read_log(lines: Sequence[str]) -> Told | None:
             f"The log tells sums alone, of {len(found)} intervals; for each answer start the server with {_PER_ANSWER}."
         )
         return Told(VLLM, _sum(found), (), note, parts=tuple(found))
-    if found := [_sglang_line(match) for line in lines if (match := _SGLANG_LINE.search(line))]:
+    matches = (match for line in lines if (match := _SGLANG_LINE.search(line)))
+    # Idle moments tell a length of 0.
+    if found := [_sglang_line(match) for match in matches if int(match[1]) and float(match[2]) >= 1]:
         note = "SGLang's log has ratios of two digits, here weighted by running requests: for counts keep the answers' meta_info."
         return Told(SGLANG, _sum(found), (), note, parts=tuple(found))
     answers, tokens = list[Counts](), 0

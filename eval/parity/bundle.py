@@ -226,6 +226,10 @@ def write_bundle(export: Path, bundle: Bundle) -> None:
 def read_bundle(export: Path) -> Bundle:
     """Return the bundle of an export. Raises UserError where there is none, or one that is not as it was written or of other files."""
     file, remedy = export / PARITY / FILE, "export the head again with draftsmith export"
+    if not export.is_dir():
+        raise UserError(
+            f"{export} is no folder: name that of an export, as {export.name or 'export'} under a run's export/."
+        )
     if not file.is_file():
         raise UserError(
             f"{export} has no {PARITY}/{FILE}: earlier versions exported without one; make it with draftsmith export --recipe R --redo export."

@@ -135,7 +135,7 @@ class Plan:
     ) -> Cell | None:
         """Return what the drafts bring at one place; None where the costs were not measured, or nothing was simulated."""
         rows, length = batch or self.batch, context or self.context
-        if (point := self.table.at(rows, length)) is None:
+        if (point := self.table.at(rows, length, result.settings.temperature)) is None:
             return None
         options = tuple(self._options(result, slice_name, point))
         return Cell(result.settings.temperature, slice_name, rows, length, point.alone_ms, options) if options else None
@@ -312,11 +312,12 @@ def break_even_tokens(plan: Plan, option: Option) -> int | None:
     """
     point = plan.table.at(plan.batch, plan.context)
     fewest: list[int] = []
-    for speedup in plan.speedups(option, plan.batch):
-        if point is None or speedup <= 1:
-            return None
-        saved = point.alone_ms * (1 - 1 / speedup)
-        fewest.append(2 + int(point.admit_ms[option.drafter] / saved))
+    for cell in plan.headline:
+        for own in (o for o in cell.options if same_draft(o, option)):
+            if point is None or own.speedup <= 1:
+                return None
+            saved = cell.alone_ms * (1 - 1 / own.speedup)
+            fewest.append(2 + int(point.admit_ms[option.drafter] / saved))
     return max(fewest, default=None)
 
 

@@ -207,6 +207,8 @@ def read_history(run: Path) -> History | None:
     summary = read_object(folder / "summary.json", _REMEDY) if (folder / "summary.json").exists() else {}
     inputs, facts = read_stage(run / "run.json", "train")
     last, covered = records[-1][1], facts.get("coverage")
+    # As many as the head drafts, where that is less than the recipe asks for.
+    own = last["tau"] if isinstance(last["tau"], dict) else {}
     promised = last.get("forecast")
     method = inputs.get("method")
     return History(
@@ -218,7 +220,7 @@ def read_history(run: Path) -> History | None:
         points=points,
         accuracy=_figure(best.get("heldout_accuracy")),
         chance=_figure(best.get("heldout_chance")),
-        num_speculative_tokens=_number(inputs, "num_speculative_tokens"),
+        num_speculative_tokens=_number({**inputs, **own}, "num_speculative_tokens"),
         coverage=None if covered is None else read_dataclass(Coverage, covered, f"{run / 'run.json'}, coverage"),
         finished=bool(summary),
         forecast=None if summary or promised is None else read_dataclass(Forecast, promised, str(folder)),

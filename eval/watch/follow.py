@@ -24,7 +24,7 @@ _DAY = 86400.0
 _LATE = 3600.0
 """Seconds by which an answer may come behind one that was asked for later."""
 _MOST_UNKNOWN = 1000
-"""Lines of which at least one must tell of drafts."""
+"""Lines of which at least one should tell of drafts."""
 _CHUNK = 1 << 23
 _TELLING = (b"SpecDecoding metrics", b"accept len: ", b"draft acceptance")
 _TOGETHER = 20
@@ -43,10 +43,12 @@ class Event:
 
 @dataclass
 class Position:
-    """Where a source stands. of a file: inode, offset, lines and observations so far, and the newest time of an answer in seconds. of a
-    server: its counters and the time at which they were read. engine: whose, "" before anything was read."""
+    """Where a source stands. of a file: inode, offset, lines and observations so far, and the newest time of an answer in seconds; answers:
+    whether it holds these or a log, None before either was seen. of a server: its counters and the time at which they were read. engine:
+    whose, "" before anything was read."""
 
     engine: str = ""
+    answers: bool | None = None
     inode: int = 0
     offset: int = 0
     lines: int = 0
@@ -108,13 +110,14 @@ def _grown(told: Told, last: Position) -> tuple[float, float, float | None] | No
 @dataclass
 class FileSource:
     """A file that grows. tag: the key of an answer that names its slice. per_day: observations a day, for files that tell no times.
-    whole: whether the last line has come, though nothing ends it."""
+    whole: whether the last line has come, though nothing ends it. ended: whether the last read came to the file's end."""
 
     path: Path
     tag: str = "slice"
     per_day: float | None = None
     position: Position = field(default_factory=Position)
     whole: bool = False
+    ended: bool = False
 
     @property
     def name(self) -> str:
@@ -127,33 +130,39 @@ class FileSource:
             size, inode = file.seek(0, 2), self.path.stat().st_ino
             if last.offset > size or last.inode not in (0, inode):
                 say(f"{self.name} began anew: going on from its start.")
-                last = Position(last.engine, 0, 0, 0, last.observations, last.newest)
+                last = replace(last, inode=0, offset=0, lines=0)
             file.seek(last.offset)
             data = file.read(_CHUNK)
             while b"\n" not in data and (more := file.read(_CHUNK)) and len(data) <= MOST_LINE_BYTES:
                 data += more
         if len(data) > MOST_LINE_BYTES and b"\n" not in data:
             raise UserError(f"{self.name}, line {last.lines + 1}: the line is longer than any answer: {_REMEDY}.")
-        end = len(data) if self.whole and last.offset + len(data) == size else data.rfind(b"\n") + 1
+        self.ended = last.offset + len(data) >= size
+        final = self.whole and self.ended
+        end = len(data) if final else data.rfind(b"\n") + 1
         lines = data[:end].splitlines(keepends=True)
-        self._at = replace(last, inode=inode)
-        answers = data.lstrip()[:1] == b"{"
-        events = [*(self._answers(lines) if answers else self._log(lines))]
+        self._at = replace(last, inode=inode, answers=_holds_answers(lines) if last.answers is None else last.answers)
+        events = [*(self._answers(lines) if self._at.answers else self._log(lines))]
         taken = len(lines)
-        if not answers and not self.whole:
+        if not self._at.answers and not final:
             # Two lines of llama.cpp's belong together: what stands behind the last line that tells something is read again.
             told = [place for place, line in enumerate(lines, 1) if any(words in line for words in _TELLING)]
-            taken = max(told[-1] if told else 0, taken - _TOGETHER)
+            taken = max(told[-1] if told else 0, taken - _TOGETHER) or (0 if self.ended else taken)
         self._at.offset += sum(map(len, lines[:taken]))
         self._at.lines += taken
-        if not self._at.engine and (self._at.lines >= _MOST_UNKNOWN or self.whole):
+        if not self._at.engine and final:
             raise UserError(f"{self.name} {UNKNOWN_LOG}")
+        if not self._at.engine and last.lines < _MOST_UNKNOWN <= self._at.lines:
+            say(
+                f"warning: none of the first {self._at.lines:,} lines of {self.name} tells of drafts: it is followed on, but look whether the "
+                "server drafts, and whether --records names its log or its answers."
+            )
         self.position = self._at
         return events
 
     def _log(self, lines: Sequence[bytes]) -> Iterator[Event]:
         if (told := read_log([line.decode("utf-8", "replace") for line in lines])) is not None:
-            for counts in told.parts:
+            for counts in (one for one in told.parts if one.rounds):
                 yield self._event(told.engine, counts, self._clock(None, 0), "", interval=not told.answers)
 
     def _answers(self, lines: Sequence[bytes]) -> Iterator[Event]:
@@ -219,6 +228,13 @@ class FileSource:
             if isinstance(found := place.get(self.tag), str) and found:
                 return one_line(found, 60)
         return ALL
+
+
+def _holds_answers(lines: Sequence[bytes]) -> bool | None:
+    """Return whether lines are answers, or a log, None where none of them says so."""
+    if any(words in line for line in lines if not line.startswith(b"{") for words in _TELLING):
+        return False
+    return True if any(line.lstrip().startswith(b"{") for line in lines) else None
 
 
 Source = ServerSource | FileSource

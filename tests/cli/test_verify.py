@@ -133,6 +133,7 @@ def test_what_cannot_be_verified_is_refused(export: Path, tmp_path: Path, capsys
             "start it with --per-request-spec-decode-metrics": [str(export), "--url", url],
             " or eagle3: start it with": [str(export), "--url", another],
             "has no parity/bundle.json": [str(old), "--url", url],
+            "is no folder: name that of an export": [str(old / "nothere"), "--url", url],
             "verify takes one export": ["--url", url],
             "either --url": [str(export)],
             "choose vllm or llama.cpp": [str(export), "--engine", "sglang"],

@@ -92,7 +92,7 @@ def slow_best_first(probs: dict[tuple[int, ...], Tensor], tree: DynamicTree, lim
         *(
             DynamicTree(*sizes, rule)
             for rule in ("best_first", "accum_logp")
-            for sizes in ((4, 3, 10), (4, 5, 40), (3, 2, 2))
+            for sizes in ((4, 3, 10), (4, 5, 40), (3, 2, 2), (4, 8, 41))
         ),
     ],
     ids=lambda t: t.name,

@@ -13,9 +13,10 @@ import pytest
 from draftsmith.cli.main import main
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode, decode_batch
+from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.clocks.cost_table import CostPoint, CostTable, read_cost_table, write_cost_table
-from draftsmith.eval.clocks.costs import measure_table
+from draftsmith.eval.clocks.costs import _Rounds, measure_table
 from draftsmith.eval.planner.plan import RoundCost
 from draftsmith.eval.planner.routing import read_rules, route
 from draftsmith.eval.results.result import DrafterResult, Result, read_result, write_result
@@ -24,7 +25,7 @@ from draftsmith.foreign.records import Journal
 from draftsmith.machine import hardware
 from draftsmith.storage import write_json
 from draftsmith.target.target import Target
-from tests.models import tiny_model
+from tests.models import make_target, tiny_model
 from tests.workplace import make_workplace, options, save_untrained
 
 pytestmark = pytest.mark.full
@@ -181,6 +182,56 @@ def test_costs_are_a_command_of_their_own(
     assert main(["costs", *words, "--evaluate.plan_contexts", "[100000]", "--output", str(tmp_path / "c.json")]) == 2
     assert "evaluate.plan_contexts holds 100000" in capsys.readouterr().err
     assert not (tmp_path / "c.json").exists()
+
+
+def test_costs_are_timed_at_temperature_0_and_above_it(
+    words: list[str],
+    evaluated: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And again where a run's table holds the others alone."""
+    monkeypatch.setattr("draftsmith.stages.planning.measure_table", partial(measure_table, seconds=0.0))
+    few = [*words, "--evaluate.plan_batches", "[1]", "--evaluate.plan_contexts", "[12]", "--evaluate.temperatures"]
+    held = {}
+    for temperatures in ("[0.0]", "[0.7, 1.0]", "[1.0, 0.0, 0.7]"):
+        assert main(["costs", *few, temperatures, "--output", str(tmp_path / "costs.json")]) == 0
+        table = read_cost_table(tmp_path / "costs.json")
+        held[table.temperatures] = table.points[0].sampled
+    assert [*held] == [(0.0,), (0.7,), (0.0, 1.0)]
+    assert held[0.0,] is held[0.7,] is None
+    (point,), both = table.points, held[0.0, 1.0]
+    assert both is not None
+    assert point.at(0.7).draft_ms == both.draft_ms
+    assert [*both.draft_ms["eagle3"]] == [*point.draft_ms["eagle3"]]
+    assert set(both.overhead_ms) == {"", "eagle3"}
+    copytree(evaluated.parent, tmp_path / "run")
+    path = tmp_path / "run" / "evaluation" / "costs.json"
+    write_cost_table(path, replace(read_cost_table(path), temperatures=(1.0,)))
+    capsys.readouterr()
+    assert main(["evaluate", *words, "--output_dir", str(tmp_path / "run")]) == 0
+    assert "temperatures or drafters, and is measured again" in capsys.readouterr().err
+    assert read_cost_table(path).temperatures == (0.0,)
+
+
+def test_rounds_are_timed_in_a_row_as_answers_are_made() -> None:
+    """Behind one that is not timed; they begin anew before an answer ends, also where the context leaves few tokens."""
+    target = make_target()
+    for context in (24, target.context_length - 4):
+        rounds = _Rounds(target, TargetAlone(), [5] * context, 2, Sampling(), None)
+        seen = []
+        for _ in range(9):
+            rounds.prepare()
+            assert rounds._loop is not None
+            before = rounds._loop.passes
+            rounds()
+            assert rounds.rounds == rounds._loop.passes - before
+            seen.append((before, rounds.rounds))
+        if context == 24:
+            assert seen[:3] == [(1, 3), (5, 3), (1, 3)]
+        else:
+            assert {count for _, count in seen} <= {1, 2, 3}
 
 
 def made_up(_: Target, systems: Any, ids: Any, rows: int, *__: Any) -> CostPoint:

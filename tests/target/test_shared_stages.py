@@ -141,7 +141,7 @@ def test_costs_are_those_of_rank_0_in_every_process(monkeypatch: pytest.MonkeyPa
     told = {dict: asdict(point), int: 3, bool: False}  # a point, how often it is timed, whether the next one fits
     monkeypatch.setattr(Target, "agreed", lambda self, make: told[type(make())])
     target, places = Target(tiny_model("llama"), path="tiny", fingerprint="0"), {(1, 8), (2, 8)}
-    table = measure_table(target, TargetInfo("tiny"), [], [3, 5], Sampling(), places=places, command="", seconds=0.01)
+    table = measure_table(target, TargetInfo("tiny"), [], [3, 5], [Sampling()], places=places, command="", seconds=0.01)
     assert (table.points, table.too_large) == ((point,), ((2, 8),))
 
 

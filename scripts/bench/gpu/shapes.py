@@ -137,7 +137,9 @@ def decoding(device: torch.device, shape: Shape) -> Facts:
     info = TargetInfo("random", "0")
     for context, rows in product(shape.contexts, (1, 8)):
         places = {(rows, context)}
-        table = measure_table(target, info, [system], ids, Sampling(), places=places, command="gpu_check", seconds=0.5)
+        table = measure_table(
+            target, info, [system], ids, [Sampling()], places=places, command="gpu_check", seconds=0.5
+        )
         yield f"batch {rows}, context {context}", asdict(table.points[0]) if table.points else "out of memory"
 
 

@@ -11,6 +11,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import (
     CostPoint,
     CostTable,
+    Drafting,
     check_fits,
     read_cost_table,
     write_cost_table,
@@ -20,8 +21,16 @@ from draftsmith.eval.planner.decision import make_decision
 from draftsmith.eval.results.result import TargetInfo
 from tests.eval.planner.plans import result, served_table, table
 
+SAMPLED = Drafting({"eagle3": {"1": 2.0, "4": 9.0}}, {"": 1.5, "eagle3": 2.0})
 
-@pytest.mark.parametrize("made", [table(), served_table({3: 14.0})], ids=["here", "servers"])
+
+def with_sampled() -> CostTable:
+    """A table of temperature 0 and of one above it."""
+    made = table()
+    return replace(made, points=tuple(replace(p, sampled=SAMPLED) for p in made.points), temperatures=(0.0, 0.7))
+
+
+@pytest.mark.parametrize("made", [table(), with_sampled(), served_table({3: 14.0})], ids=["here", "both", "servers"])
 def test_there_and_back(made: CostTable, tmp_path: Path) -> None:
     write_cost_table(tmp_path / "costs.json", made)
     assert read_cost_table(tmp_path / "costs.json") == made
@@ -37,6 +46,17 @@ def served_at(context: int, ms: float) -> CostTable:
     one = served_table({4: 15.0}, batches=(1,))
     slow = replace(one.points[0], context=context, round_ms={"": {"0": 10.0}, "eagle3": {"4": ms}})
     return replace(one, points=(*one.points, slow))
+
+
+def test_above_temperature_0_drafts_and_the_rest_cost_what_they_do_there() -> None:
+    point, greedy = with_sampled().points[0], table().points[0]
+    assert point.at(0.0) == point
+    warm = point.at(1.0)
+    assert (warm.verify_ms, warm.admit_ms) == (greedy.verify_ms, greedy.admit_ms)
+    assert (warm.draft_ms, warm.overhead_ms) == (SAMPLED.draft_ms, SAMPLED.overhead_ms)
+    assert warm.alone_ms == greedy.alone_ms - greedy.overhead_ms[""] + 1.5
+    assert greedy.at(1.0) == greedy, "where one temperature was timed it stands for all"
+    assert point.total_ms == greedy.total_ms + warm.total_ms
 
 
 SLOW = {str(n): 14.0 for n in range(1, 9)}
@@ -119,7 +139,15 @@ OF_SERVERS: list[Any] = [
 
 @pytest.mark.parametrize(
     ("made", "change", "message"),
-    [*((table(), *row) for row in OF_A_MACHINE), *((served_table({3: 14.0}), *row) for row in OF_SERVERS)],
+    [
+        *((table(), *row) for row in OF_A_MACHINE),
+        (
+            with_sampled(),
+            lambda v: v["points"][0]["sampled"]["draft_ms"]["eagle3"].update({"4": 0}),
+            "of 4 takes 0 ms, which is no time",
+        ),
+        *((served_table({3: 14.0}), *row) for row in OF_SERVERS),
+    ],
 )
 def test_what_nothing_costs_is_one_sentence(made: CostTable, change: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"

@@ -189,8 +189,9 @@ def test_a_line_of_drafts_of_several_lengths_is_read_as_printed(tmp_path: Path) 
 
 
 def test_the_log_of_sglang_is_weighted_by_its_requests(tmp_path: Path) -> None:
-    text = "Decode batch, #running-req: {}, #token: 9, accept len: {}, accept rate: {}, cuda graph: True\n"
-    told = told_by(tmp_path, text.format(1, "3.00", "0.50") + text.format(3, "2.00", "0.25"))
+    text = "[2026-11-20 10:00:00 TP0] Decode batch, #running-req: {}, #token: 9, accept len: {}, accept rate: {}, cuda graph: True\n"
+    idle = text.format(0, "0.00", "0.00")
+    told = told_by(tmp_path, idle + text.format(1, "3.00", "0.50") + text.format(3, "2.00", "0.25") + idle)
     assert (told.engine, told.counts.rounded) == ("SGLang", True)
     assert told.counts.tau == pytest.approx(2.25)
     assert told.counts.acceptance_rate == pytest.approx(5 / 16)

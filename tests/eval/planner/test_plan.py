@@ -14,6 +14,7 @@ from draftsmith.decoder.loop import Loop
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.errors import UserError
+from draftsmith.eval.clocks.cost_table import Drafting
 from draftsmith.eval.drafters import baselines
 from draftsmith.eval.drafters.baseline_spec import BaselineSpec
 from draftsmith.eval.drafters.baselines import Supplies
@@ -58,6 +59,30 @@ def test_every_cell_is_tau_over_what_a_round_costs() -> None:
             assert cell.tok_s(option) / cell.alone_tok_s == pytest.approx(option.speedup)
         assert cell.best.speedup == max(o.speedup for o in cell.options)
         assert cell.pays == (cell.best.speedup >= PAYS)
+
+
+def test_every_temperature_is_planned_with_what_a_round_costs_there() -> None:
+    costs = table()
+    warm = Drafting({"eagle3": {str(k): 3.0 * k for k in KS}}, {"": 2.5, "eagle3": 5.0})
+    costs = replace(costs, points=tuple(replace(point, sampled=warm) for point in costs.points))
+    made = plan(result(0, GOOD), result(1, GOOD), costs=costs)
+    greedy, sampled = made.headline
+    assert [o.cost.overhead for o in greedy.options] == [1.0] * len(KS)
+    assert [o.cost.draft for o in greedy.options] == [1.0 * k for k in KS]
+    assert [o.cost.overhead for o in sampled.options] == [5.0] * len(KS)
+    assert [o.cost.draft for o in sampled.options] == [3.0 * k for k in KS]
+    assert sampled.alone_ms == greedy.alone_ms + 2.0
+    pick = greedy.options[0]
+    saved = [
+        cell.alone_ms * (1 - 1 / option.speedup)
+        for cell in (greedy, sampled)
+        for option in cell.options
+        if option.num_speculative_tokens == pick.num_speculative_tokens
+    ]
+    point = costs.at(made.batch, made.context)
+    assert point is not None
+    assert min(saved) > 0
+    assert break_even_tokens(made, pick) == 2 + int(point.admit_ms["eagle3"] / min(saved))
 
 
 def test_whole_rounds_price_what_was_measured_and_what_lies_between() -> None:

@@ -225,6 +225,21 @@ def test_a_finished_run(tmp_path: Path) -> None:
         assert words in told
 
 
+def test_what_is_foretold_is_of_the_length_that_the_head_drafts(tmp_path: Path) -> None:
+    """A block of four drafts three tokens, whatever the recipe asks for."""
+    run = make_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "tau" in line:
+            tau = line["tau"] if isinstance(line["tau"], dict) else {"overall": line["tau"]}
+            line["tau"] = {"slices": {}, "num_speculative_tokens": 1} | {"overall": min(2.0, tau["overall"])}
+    (run / "train" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    past = read(run)
+    assert past.num_speculative_tokens == 1
+    assert past.twice is not None
+    assert past.twice.tau <= past.twice.high <= 2.0
+
+
 def test_a_longer_training_is_foretold_from_where_the_rate_had_not_fallen(tmp_path: Path) -> None:
     past = read(make_run(tmp_path / "run"))
     first_half = forecast(past.points[:3], 12_000, 5)

@@ -85,6 +85,22 @@ def test_loops_are_too_high(capfd: pytest.CaptureFixture[str]) -> None:
     assert follow("--tag", "kind") == 4  # nothing new: the alarm stands
 
 
+def test_a_baseline_of_loops_is_named_by_what_the_drafter_can_reach(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Which may draft fewer tokens than the evaluation was asked for."""
+    report = json.loads(REPORT.read_text())
+    assert report["drafters"]["eagle3"]["draft"]["num_speculative_tokens"] == 3
+    report["settings"]["num_speculative_tokens"] = 15
+    (tmp_path / "result.json").write_text(json.dumps(report))
+    write(answers(400, lambda _: 1.25))
+    assert follow("--tag", "kind", "--report", "result.json") == 0
+    assert (
+        "nearly every drafted token of the first requests was accepted (tau 4.000 of at most 4)"
+        in capfd.readouterr().err
+    )
+
+
 def test_a_file_that_grows_and_a_watch_that_is_ended_come_to_the_same(capfd: pytest.CaptureFixture[str]) -> None:
     rows = list(answers(2400, code_falls))
     write(rows)
@@ -213,6 +229,53 @@ def test_a_log_of_vllm_tells_intervals_and_one_that_began_anew_is_read_from_its_
     ]
     path.write_text(vllm_line(12, 24, [6, 4, 2]) + "\n")
     assert [one.seen.at for one in source.read()] == [0.03]
+
+
+SGLANG_LINE = "[2026-11-20 10:00:00 TP0] Decode batch, #running-req: {}, #token: 9, accept len: {}, accept rate: 0.50, cuda graph: True\n"
+
+
+def test_moments_without_a_request_are_no_observations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """SGLang writes them while it is idle."""
+    log = tmp_path / "answers.jsonl"
+    log.write_text(SGLANG_LINE.format(0, "0.00") + SGLANG_LINE.format(3, "2.00") + SGLANG_LINE.format(3, "0.00"))
+    (only,) = FileSource(log, per_day=100).read()
+    assert (only.seen.rounds, only.seen.tokens) == (3, 6)
+    assert watch("--records", "answers.jsonl", "--once", *BASELINE, "--per-day", "9") == 0
+    assert "all: 1 intervals, tau 2.000" in capfd.readouterr().out
+    nothing = "Mean acceptance length: 1.00, Accepted: 0 tokens, Drafted: 0 tokens, Per-position acceptance rate: 0.000, 0.000"
+    log.write_text(f"SpecDecoding metrics: {nothing}\n")
+    assert FileSource(log, per_day=100).read() == []
+
+
+def test_answers_behind_a_line_that_is_none_are_taken(capfd: pytest.CaptureFixture[str]) -> None:
+    """Wherever the file is cut, also where a poll or the file begins with it."""
+    path, rows = Path("answers.jsonl"), [json.dumps(row) + "\n" for row in answers(30, lambda _: 0.5)]
+    broken = "Traceback (most recent call last):\n"
+    for parts in ((rows[:10], [broken, *rows[10:]]), ([broken, *rows[:10]], rows[10:]), ([broken], rows)):
+        path.write_text("")
+        source, seen = FileSource(path), 0
+        for part in parts:
+            with path.open("a") as file:
+                file.writelines(part)
+            seen += len(source.read())
+        assert seen == 30
+        assert "Traceback" not in capfd.readouterr().out
+
+
+def test_a_log_is_read_to_its_end_wherever_it_tells(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a server that is asked for its health for long, before and between its drafts."""
+    monkeypatch.setattr("draftsmith.eval.watch.follow._CHUNK", 1 << 12)
+    idle, tells = 'INFO: "GET /health HTTP/1.1" 200 OK\n' * 2000, vllm_line(12, 24, [6, 4, 2]) + "\n"
+    Path("answers.jsonl").write_text(idle + 3 * tells + idle + 5 * tells)
+    assert watch("--records", "answers.jsonl", "--once", *BASELINE, "--per-day", "9") == 0
+    out, err = capfd.readouterr()
+    assert "all: 8 intervals" in out
+    assert err.count("lines of answers.jsonl tells of drafts: it is followed on") == 1
+    Path("answers.jsonl").write_text("x" * 5000 + "\n" + tells)
+    source = FileSource(Path("answers.jsonl"), per_day=9)
+    assert len(source.read() + source.read()) == 1, "a line longer than a part does not hold it up"
 
 
 GOOD = vllm([1, 2])

@@ -58,9 +58,14 @@ def _sum(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def adapt(head: DraftHead, adapter: DraftAdapter) -> DraftHead:
     """Freeze `head`, and have an adapter trained on each of its linear layers but those as long as a vocabulary; return it.
 
-    Other weights (a GRU's, codebooks, kernels, norms) stay as they are. It computes the same until the adapter has learned. Raises
-    UserError for a head without such layers, and for one that tunes its target by an adapter already.
+    Other weights (a GRU's, codebooks, kernels, experts and their router, norms) stay as they are. It computes the same until the adapter has learned. Raises
+    UserError for a head without such layers, for one that tunes its target by an adapter already, and for one that trains embeddings.
     """
+    if getattr(head.options, "train_embeddings", False):
+        raise UserError(
+            f"train.lora_rank is {adapter.rank}, but head.train_embeddings is true, and an adapter leaves embeddings as they are: leave one "
+            "of them out."
+        )
     tokens = {len(x) for x in (head.draft_vocab,) if x is not None} | {getattr(head.config, "vocab_size", None)}
     layers = [
         one
@@ -128,6 +133,7 @@ def save_adapter(head: DraftHead, folder: Path, target: Target, tensors: Mapping
             "schema_version": SCHEMA_VERSION,
             "method": head.method,
             "adapter": asdict(adapter) | {"base": str(adapter.base)},
+            "options": head.describe()["options"],
             "target": what_it_reads(head, target.identity).to_json(),
         }
         write_json(temporary / CONFIG, own)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.data.memory import move
-from draftsmith.heads.layers.from_target import LAYER_KEYS
+from draftsmith.heads.layers.from_target import LAYER_KEYS, OwnLayerConfig
 from draftsmith.heads.plan import Plan, flat_rows
 from draftsmith.heads.selector import Selector
 from draftsmith.target.target import Target, TargetHead
@@ -295,7 +295,10 @@ class DraftHead(nn.Module, ABC):
         """Return the head that `describe` and its layer_ids wrote down; its weights are still to be filled in."""
         make: Callable[..., Self] = cls
         layered = cls.needs_layers or "layer_config" in spec
-        options, config = cls.options_class(**spec["options"]), LlamaConfig(**spec["layer_config"]) if layered else None
+        options, config = cls.options_class(**spec["options"]), None
+        if layered:
+            own = getattr(options, "layer", None) == "target"
+            config = (OwnLayerConfig if own else LlamaConfig)(**spec["layer_config"])
         assert draft_vocab is None or hasattr(options, "draft_vocab_size"), "these heads draft from all tokens"
         with torch.device(target.device):
             return make(options, config, target, spec["layer_ids"], draft_vocab)

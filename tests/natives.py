@@ -62,6 +62,8 @@ OWN_LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek": ("deepseek", EXPERTS),
     "glm4_moe": ("glm4_moe", {**EXPERTS, **HALF}),
     "glm4_dense": ("glm4_moe", HALF),
+    # Whose state does not split into heads, as GLM-4.5's.
+    "glm4_wide": ("glm4_moe", {**EXPERTS, **HALF, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}),
 }
 """Targets whose MTP layers are no Llama layers: (kind, keys of their config)."""
 

@@ -19,6 +19,7 @@ from draftsmith.heads.files import (
     CONFIG,
     HEAD_WEIGHTS,
     all_weights_files,
+    explain_config,
     read_config,
     tensor_names,
     unwrapped,
@@ -27,6 +28,7 @@ from draftsmith.heads.files import (
 from draftsmith.heads.formats.layout import layouts_of
 from draftsmith.heads.record import RECORD, TUNED, check_facts, check_made_for, read_passport
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
+from draftsmith.heads.warm_start import restart
 from draftsmith.storage import fingerprint, sha256_file
 from draftsmith.target.folder import read_object
 from draftsmith.target.target import Target
@@ -94,7 +96,8 @@ def head_digest(folder: Path) -> str:
 
 def _load_adapted(path: Path, target: Target) -> DraftHead:
     """Return the head that an adapter of `train.lora_rank` belongs to, with the adapter in its weights."""
-    facts, file = read_config(path)["adapter"], path / CONFIG
+    config, file = read_config(path), path / CONFIG
+    facts = config["adapter"]
     kinds = {"rank": int, "alpha": float | int, "base": str, "digest": str}
     wrong = [k for k, kind in kinds.items() if not isinstance(facts, dict) or not isinstance(facts.get(k), kind)]
     if wrong or facts["rank"] < 1:
@@ -112,7 +115,11 @@ def _load_adapted(path: Path, target: Target) -> DraftHead:
             f"place of its own as adapter.base in {file}."
         )
     # Of the target it was trained for; its own record has been compared.
-    return add_adapter(load_head(adapter.base, target, warn=lambda text: None), path, adapter)
+    head = load_head(adapter.base, target, warn=lambda text: None)
+    if options := config.get("options"):  # with which it was trained, on the base's weights
+        with explain_config(path, f"{head.method} adapter", "restore it, or train it again"):
+            head = restart(head, type(head.options)(**options), target).eval()
+    return add_adapter(head, path, adapter)
 
 
 ADAPTED = Format("an adapter of a head", -1, lambda f: {"adapter", "method"} <= f.config.keys(), _load_adapted)

@@ -33,10 +33,18 @@ DEFAULT_ROPE_THETA = 10_000.0
 LONGEST_CONTEXT = 1 << 20
 
 
+class OwnLayerConfig(LlamaConfig):
+    """The sizes of a layer of the target's own, whose state need not split into heads, as GLM-4.5's 5,120 into 96."""
+
+    def validate_architecture(self) -> None:
+        """In place of LlamaConfig's: the target was loaded with these."""
+
+
 def derive_layer_config(options: Any, target: Target) -> LlamaConfig:
     """Return the configuration of one Llama layer that matches `target`, its RoPE and norm epsilon included.
 
-    options: of a head, whose fields set the sizes; None (or no such field) stands for the target's.
+    options: of a head, whose fields set the sizes; None (or no such field) stands for the target's. Where its `layer` is the target's own the
+    sizes are those of that.
     The activation is SiLU whatever the target's, because serving engines run draft layers as Llama layers.
     Raises UserError where the sizes do not fit together or the target does not say them.
     """
@@ -54,11 +62,13 @@ def derive_layer_config(options: Any, target: Target) -> LlamaConfig:
     width = options.intermediate_size or getattr(config, "intermediate_size", None)
     if not isinstance(width, int):
         raise UserError(f"The target {target.path} names no intermediate_size: set head.intermediate_size.")
-    check_heads(heads, groups, head_dim, H)
+    own = getattr(options, "layer", None) == "target"
+    if not own:
+        check_heads(heads, groups, head_dim, H)
     epsilons = (
         getattr(config, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
     )
-    return LlamaConfig(
+    return (OwnLayerConfig if own else LlamaConfig)(
         vocab_size=V,
         hidden_size=H,
         intermediate_size=width,

@@ -33,7 +33,7 @@ from draftsmith.heads.mtp import MtpOptions
 from draftsmith.heads.mtp.head import ROUTING_BIAS, MtpHead, measure_norm
 from draftsmith.heads.record import RECORD, read_passport
 from draftsmith.storage import write_json
-from draftsmith.target.folder import read_directory, read_text_config
+from draftsmith.target.folder import read_directory, read_text_config, weight_files
 from draftsmith.target.gguf_file import is_gguf
 from draftsmith.target.target import Target
 
@@ -186,7 +186,8 @@ def _not_computed(config: Mapping[str, Any], target: Target, llama: bool) -> str
 def _contradiction(head: MtpHead, target: Target, spans: Mapping[str, TensorSpan], held: str | None) -> str | None:
     """Return what a target has otherwise than a head, by its configuration and by the shapes of the MTP layer that its files hold
     under `held`, or, with None, of its last layer, which engines build the MTP layer like."""
-    own = derive_layer_config(MtpOptions(intermediate_size=head.config.intermediate_size), target)
+    options = MtpOptions(layer=head.options.layer, intermediate_size=head.config.intermediate_size)
+    own = derive_layer_config(options, target)
     for key in _SIZES:
         if (value := getattr(own, key)) != (ours := getattr(head.config, key)):
             return f"has {key} {value}, and the head {ours}"
@@ -259,8 +260,13 @@ class NativeSchema(Schema):
                 f"The target {target.path} holds {strange[0]}, so its own MTP layer is of another kind or quantized, and this head cannot "
                 "take its place: measure it with draftsmith evaluate, or train the method eagle3."
             )
-        config = self.values(export) if folder is None else read_config(folder)
-        config = {**config, **read_text_config(config)}
+        written = self.values(export) if folder is None else read_config(folder)
+        config = {**written, **read_text_config(written)}
+        if prefix is None and read_text_config(written) is not written:
+            raise UserError(
+                f"The target {target.path} holds its language model in a larger one ({written.get('model_type')}) and came without an MTP "
+                "layer, so no engine builds one there: train the method eagle3."
+            )
         if (what := _not_computed(config, target, export.head.options.layer is None)) is not None:
             raise UserError(
                 f"The configuration of the target {target.path} asks for an MTP layer {what}, which this head does not compute: "
@@ -282,12 +288,12 @@ class NativeSchema(Schema):
                 "that it came with, or train the method eagle3."
             )
         if not count:
-            config[_COUNTS[2] if qwen else _COUNTS[0]] = 1
+            read_text_config(written)[_COUNTS[2] if qwen else _COUNTS[0]] = 1
         tensors = {
             rows[name]: value.detach().to(dtype if rows[name] in weights else torch.float32)
             for name, value in own.items()
         }
-        return ModelFiles(config, tensors, dtype, copies=self.copies(export))
+        return ModelFiles(written, tensors, dtype, copies=self.copies(export))
 
     def copies(self, export: Export) -> dict[str, Path]:
         folder, ours = _folder(export), (CONFIG, RECORD, "README.md")
@@ -299,7 +305,8 @@ class NativeSchema(Schema):
 
     def save(self, folder: Path, files: ModelFiles) -> None:
         """As `Schema.save`; files of the target's weights that hold no part of the layer are linked where that is possible."""
-        weights = [name for name in files.copies if name.endswith(".safetensors")]
+        # Those that the target is read from: others beside them are nobody's.
+        weights = [file.name for file in weight_files(next(iter(files.copies.values())).parent)] if files.copies else []
         if not weights:
             super().save(folder, files)
             return

@@ -37,7 +37,7 @@ from draftsmith.heads.base import HeadOutput, Reads, StepOutput, Trains, shift_l
 from draftsmith.heads.eagle.base import EagleHead, Reader
 from draftsmith.heads.layers import LayerOptions
 from draftsmith.heads.layers.decoder_layer import CacheUpdate, NormedAttention, PlainLayer, Rotary, attend
-from draftsmith.heads.layers.from_target import derive_layer_config, final_norm_weight, start_norm
+from draftsmith.heads.layers.from_target import OwnLayerConfig, derive_layer_config, final_norm_weight, start_norm
 from draftsmith.heads.layers.row_plan import RowPlan
 from draftsmith.heads.layers.training_pass import Keys, LayerInput, TrainingPass
 from draftsmith.heads.layers.ttt_attention import ttt_attention
@@ -77,7 +77,7 @@ class MtpHead(EagleHead):
             rope = getattr(target.config, "rope_parameters", None) or {}
             turned = int(config.head_dim * (rope.get("partial_rotary_factor") or 1.0))
             self.layers = nn.ModuleList([target_layer(target)])
-            self.rotary_emb = Rotary(LlamaConfig(**{**config.to_dict(), "head_dim": turned}))
+            self.rotary_emb = Rotary(OwnLayerConfig(**{**config.to_dict(), "head_dim": turned}))
             cached_shapes(self.layers[0], self.rotary_emb)  # refuses what is not computed
         else:
             attention = NormedAttention(config) if options.qk_norm else None
@@ -187,7 +187,7 @@ def build(options: MtpOptions, target: Target, draft_vocab: Tensor | None) -> Mt
     assert draft_vocab is None, "MTP heads predict the whole vocabulary"
     config = derive_layer_config(options, target)
     if options.layer == "target":
-        own = derive_layer_config(MtpOptions(), target)
+        own = derive_layer_config(MtpOptions(layer="target"), target)
         key = next((name for name in vars(LayerOptions()) if getattr(config, name) != getattr(own, name)), None)
         if key is not None:
             raise UserError(

@@ -3,7 +3,9 @@
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,15 +16,17 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from draftsmith.cli.main import main
 from draftsmith.errors import UserError
-from draftsmith.heads.adapter import DraftAdapter, adapt, merged
+from draftsmith.heads.adapter import DraftAdapter, adapt, merged, save_adapter
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.formats.recognise import head_digest, load_head, recognise
 from draftsmith.heads.losses.head_loss import head_loss
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods
+from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.recipe.schema import TrainSpec
 from draftsmith.target.target import Target, load_target
 from draftsmith.train.schedule import build_optimizers
+from tests import models
 from tests.batches import documents_of, pack
 from tests.exports import make_eagle3, make_medusa, make_target
 from tests.models import SMALL_HEADS
@@ -87,6 +91,43 @@ def test_what_cannot_be_adapted_is_refused() -> None:
     bare._modules.clear()
     with pytest.raises(UserError, match="this medusa head has no linear layers to adapt"):
         adapt(bare, SPEC)
+    head = make_eagle3(target, None)
+    head.options = replace(head.options, train_embeddings=True)
+    with pytest.raises(
+        UserError, match=r"head\.train_embeddings is true, and an adapter leaves embeddings as they are"
+    ):
+        adapt(head, SPEC)
+
+
+@pytest.mark.parametrize(
+    ("method", "before", "after"),
+    [
+        ("dflash", {"block_size": 4, "mask_token_id": 5}, {"variable_prefix": 1}),
+        ("mtp", {"layer": "target"}, {"target_state": "vllm"}),
+    ],
+)
+def test_an_adapter_is_loaded_with_the_options_that_it_was_trained_with(
+    method: str, before: dict[str, Any], after: dict[str, Any], tmp_path: Path
+) -> None:
+    """Which decide what the head computes, and may be others than its base's."""
+    target, of = models.make_target("glm4_moe" if method == "mtp" else "llama"), methods()[method]
+    save_head(of.build(of.options_class(**before), target, None), tmp_path / "base", target)
+    base = load_head(tmp_path / "base", target)
+    options = adopt_options(of.options_class(**before, **after), base, target, "base")
+    spec = replace(SPEC, base=tmp_path / "base", digest=head_digest(tmp_path / "base"))
+    head = adapt(restart(base, options, target), spec).eval()
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    save_adapter(head, tmp_path / "adapter", target, head.state_dict())
+    batch = pack(target, documents_of(target), head.reads.layer_ids)
+    trained, loaded, own = (
+        torch.cat([step.logits for step in one(batch, 3).steps])
+        for one in (head, load_head(tmp_path / "adapter", target), base)
+    )
+    torch.testing.assert_close(loaded, trained, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(loaded, own, atol=1e-2)
 
 
 def test_a_layer_as_long_as_the_draft_vocabulary_is_adapted() -> None:

@@ -21,6 +21,8 @@ from draftsmith.eval.conformance.suite import (
     check_trees,
 )
 from draftsmith.heads.eagle3 import Eagle3Options
+from draftsmith.heads.export.export import export_head
+from draftsmith.heads.mtp.head import MtpOptions, build
 from draftsmith.target.pretrained import load_config
 from draftsmith.target.shape import shape_of
 from draftsmith.target.target import load_target
@@ -89,6 +91,16 @@ def test_a_head_for_its_text_goes_the_whole_way(kind: str, tmp_path: Path) -> No
         check(spec)
     assert "mrope_section" not in spec.head.config.rope_parameters
     assert shape_of(load_config(str(folder)), 4).layers == 4
+
+
+def test_no_mtp_layer_is_added_to_a_larger_model(tmp_path: Path) -> None:
+    """It would lie where none of its layers does, beside a configuration of the text alone."""
+    target = load_target(str(save("qwen3_vl", tmp_path / "target", *KINDS["qwen3_vl"])))
+    with pytest.raises(
+        UserError, match=r"holds its language model in a larger one \(qwen3_vl\) and came without an MTP layer"
+    ):
+        export_head(build(MtpOptions(qk_norm=True), target, None), target, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

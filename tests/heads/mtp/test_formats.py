@@ -242,9 +242,11 @@ def test_a_target_without_a_layer_gets_one(split: bool, tmp_path: Path) -> None:
     folder = save_native(tmp_path / "target", "qwen3", {}, native_model("qwen3"), mtp_num_hidden_layers=None)
     if split:
         sharded(folder)
+    save_file({"projector": torch.ones(3)}, folder / "projector.safetensors")  # which the target is not read from
     target = load_target(str(folder))
     head = build(MtpOptions(qk_norm=True), target, None)
     again = export_head(head, target, tmp_path / "out")
+    assert (again / "projector.safetensors").read_bytes() == (folder / "projector.safetensors").read_bytes()
     assert same_logits(load_native(again, target), head, target)
     assert json.loads((again / "config.json").read_text())["num_nextn_predict_layers"] == 1
     assert load_target(str(again)).num_layers == 2

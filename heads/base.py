@@ -294,11 +294,10 @@ class DraftHead(nn.Module, ABC):
     def load(cls, spec: dict[str, Any], target: Target, draft_vocab: Tensor | None) -> Self:
         """Return the head that `describe` and its layer_ids wrote down; its weights are still to be filled in."""
         make: Callable[..., Self] = cls
-        layered = cls.needs_layers or "layer_config" in spec
         options, config = cls.options_class(**spec["options"]), None
-        if layered:
-            own = getattr(options, "layer", None) == "target"
-            config = (OwnLayerConfig if own else LlamaConfig)(**spec["layer_config"])
+        if cls.needs_layers or "layer_config" in spec:
+            kind = OwnLayerConfig if getattr(options, "layer", None) == "target" else LlamaConfig
+            config = kind(**spec["layer_config"])
         assert draft_vocab is None or hasattr(options, "draft_vocab_size"), "these heads draft from all tokens"
         with torch.device(target.device):
             return make(options, config, target, spec["layer_ids"], draft_vocab)

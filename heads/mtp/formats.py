@@ -6,7 +6,7 @@ The files hold one decoder layer behind the target's N, under `model.layers.N.` 
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -210,6 +210,21 @@ def _contradiction(head: MtpHead, target: Target, spans: Mapping[str, TensorSpan
     return None if lost is None else f"holds no {layer}{lost}, and the head does"
 
 
+def _names_in_files(own: Iterable[str], table: Sequence[TensorRow], num_layers: int) -> dict[str, str]:
+    """Return what a family's files call the tensors of an MTP layer, those of a head and those of a Llama layer. Raises UserError for one
+    that they have no name for."""
+    rows = {}
+    for name in (*(row.ours for row in DEEPSEEK if row not in _BEYOND), *own):
+        row, numbers = find_row(table, name, ours=True)
+        if row is None:
+            raise UserError(
+                f"The head holds {name}, which MTP layers in files of targets have no name for: leave head.layer out, or train the "
+                "method eagle3."
+            )
+        rows[name] = row.name.format(num_hidden_layers=num_layers, **numbers)
+    return rows
+
+
 def _unmeasured(path: Path, target: Target) -> MtpHead:
     raise UserError(
         f"{path} holds an MTP head in a target's files, and which of the target's states it reads does not stand there: "
@@ -240,15 +255,7 @@ class NativeSchema(Schema):
             for name, value in _apart(export.head.state_dict()).items()
             if name not in (EMBEDDING, "target_norm")
         }
-        rows, names = {}, [row.ours for row in DEEPSEEK if row not in _BEYOND]
-        for name in (*names, *own):
-            row, numbers = find_row(QWEN if qwen else DEEPSEEK, name, ours=True)
-            if row is None:
-                raise UserError(
-                    f"The head holds {name}, which MTP layers in files of targets have no name for: leave head.layer out, or train the "
-                    "method eagle3."
-                )
-            rows[name] = row.name.format(num_hidden_layers=target.num_layers, **numbers)
+        rows = _names_in_files(own, QWEN if qwen else DEEPSEEK, target.num_layers)
         strange = [
             span.name
             for span in spans.values()

@@ -19,12 +19,12 @@ from draftsmith.foreign.code import foreign_code
 from draftsmith.foreign.text import parse_json, read_bytes, read_object
 from draftsmith.heads.base import DraftHead
 from draftsmith.progress import say
+from draftsmith.recipe.schema import CHECKPOINTS
 from draftsmith.storage import explain_os_error, flush, sha256_file
 from draftsmith.train.parallel import checkpoint_layout
 
 DONE = "DONE"
 _NAME = re.compile(r"step_\d+")
-_KEPT = 2
 
 _RENAMED = {"token_scale": "embedding_scale"}
 """What heads measured on their targets, by the names that checkpoints of earlier versions have for it."""
@@ -78,7 +78,7 @@ def save_training_state(accelerator: Accelerator, folder: Path, progress: Progre
                 flush(path)
             temporary.rename(final)
             flush(folder)
-            for old in _checkpoints(folder)[:-_KEPT]:
+            for old in _checkpoints(folder)[:-CHECKPOINTS]:
                 shutil.rmtree(old, ignore_errors=True)
         accelerator.wait_for_everyone()
 

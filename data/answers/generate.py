@@ -6,9 +6,9 @@ per answer in the order of the prompts: `prompt_ids` and `output_ids` as the mod
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -57,29 +57,31 @@ def regenerate(
         begun = team.tell(lambda: None if path.exists() else _begin(target, requests, file))
         if begun is None:
             return path
-        (done, there), earlier = begun, _Earlier(kept)
-        own = [chunk for number, chunk in enumerate(file.chunks) if number % team.size == team.rank]
-        own = [chunk for chunk in own if chunk.start >= done and chunk.start not in there]
-        asked = [requests[i] for chunk in own for i in chunk if servers and earlier.line(prompts[i]) is None]
-        answers = answer_all(servers, asked, sampling, batch, target.vocab_size)
-        bar = Bar(total=len(prompts), initial=done, desc="answers", unit="answer")
+        (done, there), earlier = begun, _Earlier(kept, prompts)
+        own = [c for c in file.chunks[team.rank :: team.size] if c.start >= done and c.start not in there]
+        numbers = {id(request): i for i, request in enumerate(requests)}
+        before = done + sum(len(chunk) for chunk in file.chunks if chunk.start in there)
+        bar = Bar(total=len(prompts), initial=before, desc="answers", unit="answer")
         shown = SharedBar(team, f"answers in {path}", bar)
-        with bar, closing(answers) as served:
-            for chunk in own:
-                lines = {i: line for i in chunk if (line := earlier.line(prompts[i])) is not None}
+
+        def line_of(answer: Generation) -> str:
+            tokens = team.tally(f"tokens in {path}", len(answer.output_ids))
+            shown.update(1)
+            bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
+            return _to_line(prompts[numbers[id(answer.request)]], answer, tokenizer)
+
+        with bar:
+            if servers:  # asked by one process
+                asked = [requests[chunk.start] for chunk in own if earlier.line(chunk.start) is None]
+                shown.skip(len(own) - len(asked))
+                with closing(answer_all(servers, asked, sampling, batch, target.vocab_size)) as served:
+                    file.take_all(((numbers[id(a.request)], line_of(a)) for a in served), earlier.line)
+            for chunk in () if servers else own:
+                lines = {i: line for i in chunk if (line := earlier.line(i)) is not None}
                 shown.skip(len(lines))
-                numbers = {id(requests[i]): i for i in chunk if i not in lines}
-                missing = sorted(
-                    (requests[i] for i in numbers.values()),
-                    key=lambda request: (len(request.prompt_ids), request.sample_id),
-                )
-                made = decode(target, TargetAlone(), missing, sampling, batch) if not servers else served
-                for answer in islice(made, len(missing)):
-                    number = numbers[id(answer.request)]
-                    lines[number] = _to_line(prompts[number], answer, tokenizer)
-                    tokens = team.tally(f"tokens in {path}", len(answer.output_ids))
-                    shown.update(1)
-                    bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
+                left = sorted((requests[i] for i in chunk if i not in lines), key=_by_length)
+                for answer in decode(target, TargetAlone(), left, sampling, batch):
+                    lines[numbers[id(answer.request)]] = line_of(answer)
                 if team.writes:
                     file.add(chunk, "".join(lines[i] for i in chunk).encode(), merge=team.rank == 0)
             if team.writes and team.rank == 0:
@@ -87,6 +89,10 @@ def regenerate(
                 file.finish()
         team.wait(path.exists)
     return path
+
+
+def _by_length(request: Request) -> tuple[int, str]:
+    return len(request.prompt_ids), request.sample_id
 
 
 def _begin(target: Target, requests: Sequence[Request], file: "_AnswersFile") -> tuple[int, list[int]]:
@@ -127,6 +133,15 @@ class _AnswersFile:
             with atomic_path(self.part(chunk)) as temporary:
                 temporary.write_bytes(lines)
 
+    def take_all(self, arriving: Iterable[tuple[int, str]], known: Callable[[int], str | None]) -> None:
+        """Keep answers in chunks of one as they come, by their numbers, and those that are known when their turn comes."""
+        for number, line in chain([(-1, "")], arriving):
+            if number >= 0:
+                self.add(self.chunks[number], line.encode(), merge=True)
+            while self._next < len(self.chunks) and (found := known(self._next)) is not None:
+                self._append(found.encode())
+                self.merge()
+
     def merge(self) -> bool:
         """Put chunks that are next in order, as far as they are there; return whether all are."""
         while self._next < len(self.chunks) and (part := self.part(self.chunks[self._next])).exists():
@@ -152,7 +167,8 @@ class _AnswersFile:
 class _Earlier:
     """Earlier answers: where each lies in its file, by id, slice and tokens of its prompt; the first of two to a prompt counts."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[Path], prompts: Sequence[Prompt]) -> None:
+        self._prompts = prompts
         self._places = dict[str, tuple[Path, int]]()
         for path in files:
             if path.suffix == ".partial":
@@ -163,8 +179,9 @@ class _Earlier:
                     self._places.setdefault(fingerprint([row["id"], row["slice"], row["prompt_ids"]]), (path, offset))
                     offset += len(line)
 
-    def line(self, prompt: Prompt) -> str | None:
-        """Return the line that answers this prompt; None where there is none."""
+    def line(self, number: int) -> str | None:
+        """Return the line that answers a prompt, by its number; None where there is none."""
+        prompt = self._prompts[number]
         said = prompt.conversation
         place = self._places and self._places.get(fingerprint([said.id, said.slice, list(prompt.ids)]))
         if not place:

@@ -117,32 +117,29 @@ def _ids(value: Any) -> list[int]:
 def answer_all(
     servers: Sequence[AnswerServer], requests: Sequence[Request], sampling: Sampling, batch: int, vocab_size: int
 ) -> Generator[Generation]:
-    """Yield the answers in the order of `requests`; every server works on up to `batch` of them at a time.
+    """Yield the answers as they come; every server works on up to `batch` of them at a time.
 
-    vocab_size: of the target. Raises UserError where a server fails, or answers with other tokens than the target has.
+    vocab_size: of the target. Raises UserError where a server fails, or answers with other tokens than the target has, behind what came
+    before that.
     """
-    taken, stopped, answered = count(), Event(), SimpleQueue[tuple[int, Generation | Exception]]()
+    taken, stopped, answered = count(), Event(), SimpleQueue[Generation | Exception]()
 
     def work(server: AnswerServer) -> None:
         while (number := next(taken)) < len(requests) and not stopped.is_set():
             try:
-                answered.put((number, server.answer(requests[number], sampling, stopped, vocab_size)))
+                answered.put(server.answer(requests[number], sampling, stopped, vocab_size))
             except Exception as error:  # noqa: BLE001 - whatever it is, who waits for the answer shall know
-                answered.put((number, error))
+                answered.put(error)
 
     # Daemons, so that Ctrl-C does not wait for answers that are on their way.
     for server in servers:
         for _ in range(min(batch, len(requests))):
             Thread(target=work, args=(server,), daemon=True).start()
-    early: dict[int, Generation] = {}
     try:
-        for number in range(len(requests)):
-            while number not in early:
-                arrived, answer = answered.get()
-                if isinstance(answer, Exception):
-                    raise answer
-                early[arrived] = answer
-            yield early.pop(number)
+        for _ in requests:
+            if isinstance(answer := answered.get(), Exception):
+                raise answer
+            yield answer
     finally:
         stopped.set()
 

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from draftsmith.data.conversations.day import dated
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import as_read, encode, render_text, shorten, template_name
 from draftsmith.errors import UserError
@@ -83,8 +84,8 @@ class Renderer:
         _, spans = render_jinja_template(
             conversations=[as_read(self.tokenizer, self.conversation.messages[:end])],
             tools=tools,
-            chat_template=template,
             return_assistant_tokens_mask=True,
+            **{"chat_template": template, **dated(self.tokenizer, tools)},
             **{**self.tokenizer.special_tokens_map, **self.template_kwargs},
         )
         if not self.tokenizer.is_fast:

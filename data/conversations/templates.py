@@ -19,6 +19,7 @@ import jinja2.meta
 import jinja2.sandbox
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from draftsmith.data.conversations.day import dated
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.errors import UserError, did_you_mean, first_line
 from draftsmith.foreign.code import foreign_code, reason_of, try_out, why_offline
@@ -203,7 +204,8 @@ def render_text(
     **template_kwargs: Any,
 ) -> str:
     """Return the text that the chat template makes. Raises UserError, naming role and sample, where it refuses."""
-    arguments = {"tools": list(tools) if tools else None, "add_generation_prompt": generation_prompt, **template_kwargs}
+    arguments = {"tools": list(tools) if tools else None, "add_generation_prompt": generation_prompt}
+    arguments |= {**dated(tokenizer, arguments["tools"]), **template_kwargs}
     try:
         text = tokenizer.apply_chat_template(as_read(tokenizer, messages), tokenize=False, **arguments)
     except Exception as error:  # whatever a template does: raise_exception(), arithmetic, a missing content

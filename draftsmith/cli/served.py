@@ -100,8 +100,9 @@ def _chats(session: Session, *, ignore_end: bool) -> Iterator[Chat]:
         raise UserError(
             "evaluate.repetition_penalty is no option that servers agree on: leave it at 1, or set it where they are started."
         )
-    filters = {key: getattr(spec, key) for key in ("top_p", "top_k", "min_p")}
-    standard = {"temperature": spec.temperatures[0]} | {k: v for k, v in filters.items() if v not in (0, 1)}
+    off = {"top_p": 1, "top_k": 0, "min_p": 0}
+    filters = {key: getattr(spec, key) for key in off if getattr(spec, key) != off[key]}
+    standard = {"temperature": spec.temperatures[0]} | filters
     for one in conversations_of(session):
         most = spec.max_new_tokens_by_slice.get(one.slice, spec.max_new_tokens)
         tools = {"tools": list(one.tools)} if one.tools else {}
@@ -126,7 +127,8 @@ def _alone(recipe: Recipe, model: str, served: Served, made: dict[str, Any]) -> 
     spec = recipe.evaluate
     filters = spec.top_k or None, spec.top_p if spec.top_p < 1 else None
     counts = spec.num_speculative_tokens, spec.batch
-    settings = Settings(spec.temperatures[0], *filters, *counts, "as served", recipe.seed, spec.repeats)
+    run = "as served", recipe.seed, spec.repeats
+    settings = Settings(spec.temperatures[0], *filters, *counts, *run, min_p=spec.min_p or None)
     facts = served.command, served.commit, served.date, made["hardware"], made["versions"]
     return Result(*facts, None, TargetInfo(model), settings, {})
 

@@ -19,7 +19,7 @@ from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost, TextCost
 from draftsmith.heads.registry import find_method
 from draftsmith.machine import Clocks, available_memory
-from draftsmith.recipe.schema import Recipe
+from draftsmith.recipe.schema import CHECKPOINTS, Recipe
 from draftsmith.target.shape import TargetShape
 
 BANDWIDTH_SHARE = 0.6
@@ -258,10 +258,12 @@ class Estimate:
 
     @property
     def train_file_bytes(self) -> float:
-        """Bytes on disk of training: the best head, an adapter for itself, and the last checkpoint with its optimizer state."""
+        """Bytes on disk of training: the best head, an adapter for itself, and the checkpoints with their optimizer states, of which one
+        more than are kept is there while it is written."""
         head, muon = self.head, self.recipe.train.optimizer == "muon"
-        own = 8 * head.weights + 8 * head.parameters - (4 * head.matrices if muon else 0)
-        return own + (8 * head.parameters if head.rank is not None else 0)
+        adapter = 0 if head.rank is None else 4 * head.parameters
+        checkpoint = 4 * head.weights + adapter + 8 * head.parameters - (4 * head.matrices if muon else 0)
+        return 4 * head.weights + adapter + (CHECKPOINTS + 1) * checkpoint
 
     @property
     def export_bytes(self) -> float:

@@ -8,7 +8,7 @@ import re
 from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -169,16 +169,34 @@ def parse_recipe(
     parser = _parser_of(method, find_method(method).options_class, tuple(names), prog, description)
     if "head" in content:
         content |= _tidy(_where(path), {"head": content.pop("head")}, {"head": find_method(method).options_class})
+    texts = _texts_of_template(content.get("data", {}).get("template"), argv)  # the parser changes what it reads
     try:
         base = parser.parse_object(content) if content else parser.get_defaults()
         chosen = parser.parse_args(argv, namespace=base) if argv else base
         ready = parser.instantiate(chosen)
         keys = {f.name for f in fields(Recipe)}
-        return Recipe(**{key: value for key, value in vars(ready).items() if key in keys})
+        recipe = Recipe(**{key: value for key, value in vars(ready).items() if key in keys})
+        template = {key: texts.get(key, value) for key, value in recipe.data.template.items()}
+        return replace(recipe, data=replace(recipe.data, template=template))
     except (ParserError, ArgumentError) as error:
         raise UserError(f"{_where(path)}{_sentence(str(error), parser, options)}") from error
     except UserError as error:
         raise UserError(f"{_where(path)}{error}") from error
+
+
+def _texts_of_template(given: Any, argv: Sequence[str]) -> dict[str, str]:
+    """Return the values of data.template, `given` in a file, that were written as texts: the parser takes these for YAML, and a quoted
+    "off" for false."""
+    written = {**given} if isinstance(given, dict) else {}
+    for word, after in pairwise((*argv, "")):
+        key, equals, value = word.removeprefix("--").partition("=")
+        with suppress(MarkedYAMLError):
+            read = parse_yaml(value if equals else after, key, "") if key.startswith("data.template") else None
+            if key == "data.template" and isinstance(read, dict):
+                written = read
+            elif key.startswith("data.template."):
+                written[key.removeprefix("data.template.")] = read
+    return {key: value for key, value in written.items() if isinstance(value, str)}
 
 
 def _tidy(where: str, content: dict[str, Any], hints: Mapping[str, Any], group: str = "") -> dict[str, Any]:

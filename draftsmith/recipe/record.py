@@ -15,6 +15,9 @@ from draftsmith.storage import sha256_file
 
 STAGES = ("answers", "features", "train", "evaluate", "simulate", "export")
 
+DATE = "data.date"
+"""The input that says which day templates took for today, of stages whose texts tell it."""
+
 FOLLOWERS = {
     "answers": STAGES,
     "features": STAGES[1:],
@@ -46,7 +49,7 @@ MORE = "answers.jsonl.more"
 KNOWN = {
     "answers": r"answers\.jsonl(\.partial|\.more|\.part-\d+-\d+)?",
     "features": r"features/(index\.json|target\.safetensors|(shards|samples|names|ids|masks|checksums)\.bin|shard-\d{5,}\.safetensors)",
-    "train": r"train/(best|step_\d+(\.tmp)?|summary\.json|(metrics|dashboards)\.jsonl|(wandb|trackio|mlflow)(_id)?|tensorboard)",
+    "train": r"train/(best|adapter|step_\d+(\.tmp)?|summary\.json|(metrics|dashboards)\.jsonl|(wandb|trackio|mlflow)(_id)?|tensorboard)",
     "evaluate": r"evaluation/(t[\d.]+|report\.html|report\.md|costs\.json|plan\.json|routing\.json|settings)",
     "simulate": r"simulation/(t[\d.]+|report\.html|report\.md)",
     "export": "export/(" + "|".join(map(re.escape, (*layouts(), *FOLDERS.values()))) + ")",
@@ -64,7 +67,7 @@ INSIDE = re.compile(
 MEASURED = ("evaluate", "simulate")
 """The stages whose files are made again, without asking, where they are damaged."""
 LASTING = re.compile(
-    r"^answers\.jsonl$|^features/|^train/(best/|summary\.json)|/result\.json$|^export/.*\.(safetensors|json|pt|bin|gguf)$"
+    r"^answers\.jsonl$|^features/|^train/((best|adapter)/|summary\.json)|/result\.json$|^export/.*\.(safetensors|json|pt|bin|gguf)$"
 )
 """What must be there for a stage to be done: not its checkpoints and logs, nor reports and READMEs that are written anew."""
 DIGESTED = 256 * 2**20

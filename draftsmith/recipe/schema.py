@@ -4,14 +4,18 @@ Dimensions of the target are never repeated here: they are read from its config.
 """
 
 from dataclasses import dataclass, field, is_dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.decoder.sampling import Sampling
+from draftsmith.errors import UserError
 from draftsmith.fields import BATCH, LATER, LAYER_IDS, TOKENS, Dtype, check_fields, require, within
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.recipe.evaluate import TEMPERATURE, EvaluateSpec, FilterSpec
 
+CHECKPOINTS = 2
+"""The newest checkpoints of a training, which are kept: the last may be damaged."""
 # A rate of 0 measures what training would start from.
 _RATE = within(0, 100)
 
@@ -68,9 +72,16 @@ class DataSpec:
     """Extra arguments of the chat template, such as enable_thinking: false."""
     chat_template: str | None = None
     """File with the chat template to take in place of the target's own, or for a base model that has none."""
+    date: str | None = field(default=None, metadata=LATER)
+    """Day, as 2026-11-29, for templates that print today's date; null: that on which the run began, so that its prompts stay the same."""
 
     def __post_init__(self) -> None:
         check_fields(self, "data.")
+        if self.date is not None:
+            try:
+                date.fromisoformat(self.date)
+            except ValueError as error:
+                raise UserError(f"data.date is {self.date!r}, which is no day: write it as 2026-11-29.") from error
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def answer_inputs(session: Session) -> dict[str, Any]:
     """Return what the answers depend on, as run.json records it."""
     recipe = session.recipe
     # Sources count by what they say, not by where they lie; the rest matters to later stages only.
-    left_out = ("sources", "split", "slice", "limit", "heldout", "on_too_long", "chat_template")
+    left_out = ("sources", "split", "slice", "limit", "heldout", "on_too_long", "chat_template", "date")
     return {
         "conversations": session.conversations_digest,  # first: a wrong path is reported before the target is loaded
         "target": session.target.fingerprint,
@@ -48,6 +48,7 @@ def answer_inputs(session: Session) -> dict[str, Any]:
             recipe.answers, ("servers", "served_name")
         ),  # who answers changes no distribution
         "seed": recipe.seed,
+        **session.dated,
     }
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations.load import Conversation
-from draftsmith.data.conversations.templates import load_tokenizer
 from draftsmith.eval.clocks.cost_table import TABLE_MARK, write_cost_table
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.engines.server import TOKENS, MeasuredServer, measure_served
@@ -194,6 +193,7 @@ def _inputs(session: Session, stage: str, drafters: list[SystemUnderTest], promp
         "target.dtype": target.dtype_name,
         "eos": list(target.eos_ids),
         **prompts.inputs,
+        **session.dated,
         "evaluate": fingerprint_fields(recipe.evaluate, NOT_MEASURED),
         "seed": recipe.seed,
     }
@@ -252,8 +252,8 @@ def served_costs_table(session: Session, path: Path, urls: Sequence[str], names:
 def served_prompts(session: Session) -> Prompts:
     """Return the recipe's evaluation prompts for its target on a server; no model is loaded."""
     recipe = session.recipe
-    tokenizer = load_tokenizer(session.target_path, recipe.target.trust_remote_code, recipe.data.chat_template)
-    return make_prompts(recipe, conversations_of(session), tokenizer, _served_context(session), session.warn)
+    chosen, longest = conversations_of(session), _served_context(session)
+    return make_prompts(recipe, chosen, session.unchecked_tokenizer, longest, session.warn)
 
 
 def _served_context(session: Session) -> int:

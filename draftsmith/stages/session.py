@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from datetime import UTC, date, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,14 @@ from typing import Any
 import torch
 
 import draftsmith
+from draftsmith.data.conversations.day import prints_date, set_day
 from draftsmith.data.conversations.load import Conversation, load_conversations
-from draftsmith.data.conversations.templates import check_template_keys, check_tokenizer, load_tokenizer
+from draftsmith.data.conversations.templates import (
+    check_template_keys,
+    check_tokenizer,
+    load_tokenizer,
+    template_name,
+)
 from draftsmith.data.embedded import EmbeddedDefault, ensure_embedded
 from draftsmith.data.team import Alone, Groups, Team
 from draftsmith.errors import UserError
@@ -27,7 +34,7 @@ from draftsmith.heads.registry import find_method
 from draftsmith.heads.warm_start import adopt_options
 from draftsmith.machine import keep_freed_memory
 from draftsmith.progress import hush, say, warn_anew
-from draftsmith.recipe.record import DATA_STAGES
+from draftsmith.recipe.record import DATA_STAGES, DATE, STAGES
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.drafters import WARM_START, find_head, load_warm
 from draftsmith.stages.run import RunDirectory
@@ -216,7 +223,26 @@ class Session:
         """The target's tokenizer with the chat template, for which the target itself is not loaded."""
         refuse_head(self.target_path)  # which has no tokenizer
         recipe = self.recipe
-        return load_tokenizer(self.target_path, recipe.target.trust_remote_code, recipe.data.chat_template)
+        tokenizer = load_tokenizer(self.target_path, recipe.target.trust_remote_code, recipe.data.chat_template)
+        if prints_date(tokenizer):
+            set_day(tokenizer, date.fromisoformat(self.day))
+        elif recipe.data.date is not None:
+            raise UserError(
+                f"data.date is {recipe.data.date}, but the {template_name(tokenizer)} prints no date: leave it out."
+            )
+        return tokenizer
+
+    @cached_property
+    def day(self) -> str:
+        """The day that templates take for today: the recipe's, else that on which the first stage of the run began."""
+        known = (d.record(stage) for d in (self.data, self.run) for stage in STAGES)
+        days = (record.inputs.get(DATE) for record in known if record is not None)
+        return self.recipe.data.date or next(filter(None, days), None) or datetime.now(UTC).date().isoformat()
+
+    @property
+    def dated(self) -> dict[str, str]:
+        """What a stage whose texts tell the date depends on besides, as run.json records it."""
+        return {DATE: self.day} if prints_date(self.unchecked_tokenizer) else {}
 
     @cached_property
     def tokenizer(self) -> Any:

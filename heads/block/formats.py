@@ -15,8 +15,8 @@ from draftsmith.heads.base import DraftHead
 from draftsmith.heads.block.base import Head
 from draftsmith.heads.checkpoint import EMBEDDING, fill
 from draftsmith.heads.files import explain_config, read_config, read_weights
-from draftsmith.heads.formats.engines import LLAMA_CPP_SILENT, start_llama_cpp
 from draftsmith.heads.formats.layout import Rule, Served, biased_target, more_than_a_matrix
+from draftsmith.heads.formats.llama_cpp import LLAMA_CPP_SILENT, llama_cpp_yarn, start_llama_cpp
 from draftsmith.heads.formats.published import (
     check_mask_token,
     check_sizes,
@@ -246,7 +246,12 @@ def served_by_llama_cpp(
     )
     return Served(
         start_llama_cpp(f"draft-{kind or method}"),
-        rules=(*rules, scaled, ends or bare_matrix(title)),
+        rules=(
+            *rules,
+            scaled,
+            llama_cpp_yarn(title, f"export the layout {method} for vLLM"),
+            ends or bare_matrix(title),
+        ),
         caveats=(f"{LLAMA_CPP_SILENT} {shorter}", *caveats),
         needs="states",
     )

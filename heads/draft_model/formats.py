@@ -24,6 +24,7 @@ from draftsmith.heads.draft_model.head import (
 from draftsmith.heads.files import INDEX, PICKLED, WEIGHTS, explain_config, read_config, read_weights
 from draftsmith.heads.formats import engines
 from draftsmith.heads.formats.layout import Layout, Served
+from draftsmith.heads.formats.llama_cpp import LLAMA_CPP_SILENT, start_llama_cpp
 from draftsmith.heads.formats.published import is_the_same
 from draftsmith.heads.formats.recognise import Format, HeadFolder
 from draftsmith.heads.formats.schema import LLAMA_KEYS, Export, Schema, TensorRow, llama_layer
@@ -119,7 +120,7 @@ _ENGINES = {
         engines.start_sglang("STANDALONE"), caveats=(f"The algorithm is STANDALONE. {engines.SGLANG_ROOT}",)
     ),
     "tensorrt_llm": Served(engines.start_tensorrt_llm("DraftTarget")),
-    "llama_cpp": Served(engines.start_llama_cpp("draft-simple", whole=True), caveats=(engines.LLAMA_CPP_SILENT,)),
+    "llama_cpp": Served(start_llama_cpp("draft-simple", whole=True), caveats=(LLAMA_CPP_SILENT,)),
     "transformers": Served(engines.start_transformers, caveats=(_SCHEDULE,)),
 }
 LAYOUTS = (Layout("draft_model", DRAFT_MODEL, load_draft_model_directory, _ENGINES),)

@@ -10,7 +10,15 @@ from draftsmith.heads.eagle.formats import AUX_LAYERS, EAGLE3, EAGLE3_SPECULATOR
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.layout import Layout, Rule, Served, changed_embedding, has_flag, served_by_speculators
+from draftsmith.heads.formats.layout import (
+    Layout,
+    Rule,
+    Served,
+    changed_embedding,
+    has_flag,
+    served_by_speculators,
+)
+from draftsmith.heads.formats.llama_cpp import LLAMA_CPP_SILENT, llama_cpp_yarn, start_llama_cpp
 from draftsmith.heads.formats.recognise import Format, HeadFolder
 from draftsmith.heads.formats.schema import ModelFiles, Schema, flatten
 from draftsmith.target.target import Target
@@ -119,7 +127,7 @@ _TENSORRT_LLM = Served(
     needs="states",
 )
 _LLAMA_CPP = Served(
-    engines.start_llama_cpp("draft-eagle3"),
+    start_llama_cpp("draft-eagle3"),
     rules=(
         Rule(
             "head.norm_output",
@@ -136,8 +144,15 @@ _LLAMA_CPP = Served(
         ),
         _one_layer("knows one draft layer"),
         _WINDOW,
+        Rule(
+            "a target with the RoPE scaling longrope",
+            "leaves its factors out, in silence",
+            "export the layout eagle3 for vLLM",
+            lambda files, target, head: head.config.rope_parameters["rope_type"] == "longrope",
+        ),
+        llama_cpp_yarn("EAGLE-3", "export the layout eagle3 for vLLM"),
     ),
-    caveats=(engines.LLAMA_CPP_SILENT,),
+    caveats=(LLAMA_CPP_SILENT,),
     needs="states",
 )
 

@@ -71,7 +71,7 @@ def export_head(
         layout=chosen.name,
         dtype=dtype,
         include_embeddings=include_embeddings,
-        num_speculative_tokens=num_speculative_tokens,
+        num_speculative_tokens=most,
         tensor_parallel=tensor_parallel,
     )
     serving = Serving(

@@ -221,8 +221,8 @@ class Snippet:
 Start = Callable[[Serving], list[Snippet]]
 
 
-def _shell(*lines: list[str]) -> Snippet:
-    """Lines of words, one command; all but the first indented."""
+def shell(*lines: list[str]) -> Snippet:
+    """Return lines of words, one command; all but the first indented."""
     return Snippet("bash", " \\\n    ".join(shlex.join(line) for line in lines) + "\n")
 
 
@@ -243,23 +243,23 @@ def start_vllm(method: str, *, one_length: bool = False, native: bool = False, *
         words = ["vllm", "serve", target, *_on("--tensor-parallel-size", serving.gpus)]
         speculative, adapter = ["--speculative-config", json.dumps(config)], serving.adapter
         if adapter is None:
-            return [_shell([*words, *speculative])]
+            return [shell([*words, *speculative])]
         room = next((rank for rank in _VLLM_RANKS if rank >= adapter.rank), adapter.rank)
         loaded = ["--enable-lora", "--max-lora-rank", f"{room}", "--lora-modules", f"{ADAPTER_NAME}={adapter.folder}"]
-        return [_shell(words, loaded, speculative)]
+        return [shell(words, loaded, speculative)]
 
     return lines
 
 
 def start_vllm_speculators(serving: Serving) -> list[Snippet]:
     """vLLM started on the draft, which names the target."""
-    return [_shell(["vllm", "serve", serving.draft, *_on("--tensor-parallel-size", serving.gpus)])]
+    return [shell(["vllm", "serve", serving.draft, *_on("--tensor-parallel-size", serving.gpus)])]
 
 
 def start_speculators(serving: Serving) -> list[Snippet]:
     """The speculators package."""
     read = f"SpeculatorModel.from_pretrained({serving.draft!r})"
-    return [_shell(["python", "-c", f"from speculators import SpeculatorModel; {read}"])]
+    return [shell(["python", "-c", f"from speculators import SpeculatorModel; {read}"])]
 
 
 def start_sglang(algorithm: str, *, native: bool = False) -> Start:
@@ -275,12 +275,12 @@ def start_sglang(algorithm: str, *, native: bool = False) -> Start:
             [*chain, "--speculative-num-draft-tokens", f"{K + 1}"],
         )
         if len(serving.by_batch) < 2 or algorithm not in _SGLANG_BY_BATCH:
-            return [_shell(*words)]
+            return [shell(*words)]
         # By the smallest batch of each step; the start's own length must be a candidate.
         steps = {f"{first}": {"candidate_steps": [k]} for first, _, k in serving.by_batch}
         path = os.path.join(serving.files, "adaptive.json")
         adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", path]
-        return [Snippet("json", json.dumps(steps, indent=2) + "\n", "adaptive.json"), _shell(*words, adaptive)]
+        return [Snippet("json", json.dumps(steps, indent=2) + "\n", "adaptive.json"), shell(*words, adaptive)]
 
     return lines
 
@@ -297,7 +297,7 @@ def start_tensorrt_llm(decoding_type: str) -> Start:
             f"  speculative_model: {json.dumps(serving.draft)}\n"
         ) + (f"  eagle3_layers_to_capture: [{layers}]\n" if layers else "")
         words = ["trtllm-serve", serving.target, "--extra_llm_api_options", os.path.join(serving.files, "trtllm.yaml")]
-        return [Snippet("yaml", text, "trtllm.yaml"), _shell([*words, *_on("--tp_size", serving.gpus)])]
+        return [Snippet("yaml", text, "trtllm.yaml"), shell([*words, *_on("--tp_size", serving.gpus)])]
 
     return lines
 
@@ -305,38 +305,12 @@ def start_tensorrt_llm(decoding_type: str) -> Start:
 def start_tensorrt_llm_medusa(serving: Serving) -> list[Snippet]:
     """TensorRT-LLM with Medusa heads, which its converter builds in."""
     return [
-        _shell(
+        shell(
             ["python", "examples/medusa/convert_checkpoint.py", "--model_dir", serving.target],
             ["--medusa_model_dir", serving.draft, "--num_medusa_heads", f"{serving.heads}"],
             ["--dtype", serving.dtype, "--output_dir", "checkpoint", *_on("--tp_size", serving.gpus)],
         )
     ]
-
-
-def start_llama_cpp(spec_type: str, *, whole: bool = False) -> Start:
-    """llama.cpp with the `--spec-type` of that name. whole: the draft is a model of its own, with a tokenizer."""
-
-    def lines(serving: Serving) -> list[Snippet]:
-        kind, convert = ["--outtype", GGUF_TYPES[serving.dtype]], ["python", "convert_hf_to_gguf.py"]
-        tokenizer = [] if whole else ["--target-model-dir", serving.target]
-        target, draft = (os.path.join(serving.files, name) for name in ("target.gguf", "draft.gguf"))
-        commands = [
-            _shell([*convert, serving.target, "--outfile", target, *kind]).text,
-            _shell([*convert, serving.draft, *tokenizer, "--outfile", draft, *kind]).text,
-        ]
-        if is_gguf(serving.target):
-            target = serving.target
-            del commands[0]
-            if not whole:  # which takes the tokenizer out of the target's file
-                path, again = Path(serving.draft), serving.again
-                own = ["draftsmith", "export", *again.words, "--export.layout", path.name, "--gguf", "llama.cpp"]
-                draft, text = f"{path}.gguf", _shell(own).text
-                commands = [f"(cd {shlex.quote(again.folder)} && {text.rstrip()})\n" if again.folder else text]
-        server = ["llama-server", "-m", target, "-md", draft, "--spec-type", spec_type]
-        commands.append(_shell([*server, "--spec-draft-n-max", f"{serving.tokens}"]).text)
-        return [Snippet("bash", "".join(commands))]
-
-    return lines
 
 
 def start_transformers(serving: Serving) -> list[Snippet]:
@@ -361,18 +335,17 @@ def start_transformers(serving: Serving) -> list[Snippet]:
 def start_tgi(serving: Serving) -> list[Snippet]:
     """TGI, which loads the target that the export names."""
     words = ["text-generation-launcher", "--model-id", serving.draft, "--speculate", f"{serving.tokens}"]
-    return [_shell([*words, *_on("--num-shard", serving.gpus)])]
+    return [shell([*words, *_on("--num-shard", serving.gpus)])]
 
 
 def start_original(package: str) -> Start:
     """The command line that a method was published with, in the package of that name."""
-    return lambda serving: [_shell(["python", "-m", f"{package}.inference.cli", "--model", serving.draft])]
+    return lambda serving: [shell(["python", "-m", f"{package}.inference.cli", "--model", serving.draft])]
 
 
 # Caveats that several layouts share.
 VLLM_SAME_GPUS = "vLLM 0.32 runs these drafts on as many GPUs as the target: `draft_tensor_parallel_size` is accepted, and changes nothing."
 SGLANG_ROOT = "The root counts: a chain of K tokens is K steps, top-k 1 and K + 1 draft tokens."
-LLAMA_CPP_SILENT = "Without `--spec-type` it does not speculate, and says nothing."
 SPECULATORS_NUMBERS = (
     "The export names the target and the number of tokens; other numbers need another export, or the flat layout."
 )

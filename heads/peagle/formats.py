@@ -50,7 +50,8 @@ _RUNNER = (
 )
 
 _VLLM = Served(
-    engines.start_vllm("eagle3", parallel_drafting=True),
+    # Its runner makes room for the largest length alone, and reads other requests' drafts at shorter ones.
+    engines.start_vllm("eagle3", one_length=True, parallel_drafting=True),
     caveats=(
         "`parallel_drafting` must be true: without it vLLM drafts token by token with the same weights, says "
         "nothing, and accepts little. Name the method too: without it vLLM guesses from the path of the draft.",

@@ -59,6 +59,27 @@ def test_servers_become_a_result_and_a_page(
     assert Path("again/report.md").read_text() == Path("served/report.md").read_text()
 
 
+def test_servers_are_sent_the_filters_that_the_result_tells(words: list[str]) -> None:
+    """Also where they are at the value that turns another one off."""
+    engine = Engine()
+    with serving(engine) as url:
+        own = ["--evaluate.temperatures", "[1.0]", "--evaluate.top_k", "1", "--evaluate.min_p", "0.1"]
+        assert main([*words[:1], "--url", url, "--url", url, *words[5:], *own]) == 0
+    asked = engine.asked[-1]
+    assert {key: asked.get(key) for key in ("temperature", "top_k", "min_p")} == {
+        "temperature": 1.0,
+        "top_k": 1,
+        "min_p": 0.1,
+    }
+    assert "top_p" not in asked
+    assert read_result("served/result.json").settings.filters == {
+        "top-k": 1,
+        "top-p": None,
+        "min-p": 0.1,
+        "repetition penalty": None,
+    }
+
+
 def test_an_evaluation_stands_beside_and_injected_rounds_predict(words: list[str], tmp_path: Path) -> None:
     write_result("result.json", result(0.0, {"overall": 0.5}))
     assert main([*words, "--injected", "--output", "injected"]) == 0

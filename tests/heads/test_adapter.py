@@ -204,6 +204,18 @@ def test_a_run_goes_to_the_export_of_the_merged_head(
     assert torch.equal(best["fc.weight"], exported["fc.weight"])
 
 
+def test_a_training_again_takes_the_adapter_of_the_last_one_away(workplace: Path, tmp_path: Path) -> None:
+    """It would be measured as that of the new head."""
+    shutil.copytree(workplace / "run", tmp_path / "run")
+    assert (tmp_path / "run" / "train" / "adapter").is_dir()
+    files = json.loads((tmp_path / "run" / "run.json").read_text())["train"]["files"]
+    assert "train/adapter/adapter_model.safetensors" in files
+    again = words(workplace, tmp_path / "run", "--train.lora_rank", "null", "--redo", "train")
+    assert main(["train", *again]) == 0
+    assert (tmp_path / "run" / "train" / "best").is_dir()
+    assert not (tmp_path / "run" / "train" / "adapter").exists()
+
+
 def test_adapters_are_measured_beside_their_base(workplace: Path) -> None:
     beside = [
         "--evaluate.beside.base",

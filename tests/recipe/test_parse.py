@@ -53,6 +53,21 @@ def test_yaml_values_and_overrides_reach_their_keys(tmp_path: Path) -> None:
     assert parse_recipe([*words, "--output_dir", "elsewhere"]).run_dir == Path("elsewhere")
 
 
+def test_texts_of_a_template_stay_texts(tmp_path: Path) -> None:
+    """Which YAML would read as other values when it is read twice."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        'data:\n  template: {a: "off", b: "1.10", c: off, d: 2, e: "[x]", f: "null", g: plain, h: ["off"]}\n'
+    )
+    expected = {"a": "off", "b": "1.10", "c": False, "d": 2, "e": "[x]", "f": "null", "g": "plain", "h": ["off"]}
+    words = ["--recipe", str(path)]
+    assert parse_recipe(words).data.template == expected
+    assert parse_recipe([*words, "--data.template.a", "on"]).data.template == expected | {"a": True}
+    assert parse_recipe([*words, '--data.template.a="on"']).data.template == expected | {"a": "on"}
+    assert parse_recipe([*words, "--data.template", '{"a": "off"}']).data.template == {"a": "off"}
+    assert parse_recipe([*words, "--data.template.z", "'1'"]).data.template == expected | {"z": "1"}
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

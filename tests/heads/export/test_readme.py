@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import yaml
 
 from draftsmith.errors import UserError
 from draftsmith.heads.export.export import export_head
-from draftsmith.heads.formats.engines import ENGINES, one_gpu
+from draftsmith.heads.formats.engines import ENGINES, Serving, one_gpu
 from draftsmith.heads.formats.layout import layouts
+from draftsmith.heads.formats.llama_cpp import start_llama_cpp
+from draftsmith.heads.record import RECORD
 from tests.exports import PLAIN, make_eagle3, make_target
 
 # What the lines of engines must say for a layout.
@@ -44,7 +47,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 def commands(text: str) -> list[list[str]]:
     """The words of every command in the shell blocks."""
-    joined = [block.replace("\\\n", " ") for block in blocks(text, "bash")]
+    joined = [block.replace("\\\n", " ").replace(" &&\n", "\n") for block in blocks(text, "bash")]
     return [shlex.split(line) for block in joined for line in block.splitlines() if line]
 
 
@@ -121,6 +124,30 @@ def test_llama_cpp_converts_both_in_the_dtype_of_the_export(tmp_path):
     assert after(serve, "--spec-draft-n-max") == "5"
     text = write(place, "eagle3_llama_cpp", dtype="bfloat16")
     assert text.count("--outtype bf16") == 2, "an older export is replaced, README and all"
+
+
+def test_llama_cpp_s_converter_is_given_folders_and_one_command_after_the_other():
+    """Of a target on the Hub, too; where one fails no server starts on what an earlier one left."""
+    (snippet,) = start_llama_cpp("draft-eagle3")(Serving("/out", "my-org/my model", 5, files="/set tings"))
+    assert subprocess.run(["bash", "-n"], input=snippet.text, text=True, check=False).returncode == 0
+    lines = snippet.text.replace("\\\n", " ").splitlines()
+    assert [line.endswith(" &&") for line in lines] == [True, True, True, False]
+    fetch, one, two, serve = (shlex.split(line.removesuffix("&&")) for line in lines)
+    assert fetch == ["hf", "download", "my-org/my model", "--local-dir", "/set tings/target"]
+    assert one[2] == after(two, "--target-model-dir") == "/set tings/target"
+    assert (after(serve, "-m"), after(serve, "-md")) == (after(one, "--outfile"), after(two, "--outfile"))
+
+
+def test_an_export_for_speculators_drafts_what_the_plan_found(tmp_path):
+    """Its config.json starts the engine, so that it, the README and the passport say the same."""
+    planned = ((1, 4, 2), (5, 64, 1))
+    for layout in ("eagle3_speculators", "peagle_speculators"):
+        text = write(place := tmp_path / layout, layout, num_speculative_tokens=5, planned=planned)
+        config = json.loads((place / "config.json").read_text())
+        (proposal,) = config["speculators_config"]["proposal_methods"]
+        assert proposal["speculative_tokens"] == 2
+        assert json.loads((place / RECORD).read_text())["num_speculative_tokens"] == 2
+        assert "num_speculative_tokens: 2" in text
 
 
 @pytest.mark.parametrize("layout", layouts())

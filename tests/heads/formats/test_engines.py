@@ -2,10 +2,12 @@
 was run with is what was measured, and the pages say of all this what the records say."""
 
 import json
+import math
 import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,40 @@ def scaled(target: Target) -> Target:
     return target
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def yarn(target: Target, **more: Any) -> Target:
+    target.config.rope_parameters = YARN | (more or {"truncate": False})
+    return target
+
+
+def longrope(target: Target) -> Target:
+    factors = {name: [1.5] * (target.config.head_dim // 2) for name in ("long_factor", "short_factor")}
+    target.config.rope_parameters = {**YARN, "rope_type": "longrope", **factors}
+    return target
+
+
+@pytest.mark.parametrize(
+    ("keys", "otherwise"),
+    [
+        ({"truncate": True}, False),
+        ({"truncate": False}, True),
+        ({"attention_factor": 1 + 0.1 * math.log(4)}, False),
+        ({"attention_factor": 1.0}, True),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, True),
+        ({"mscale": 0.7, "beta_fast": 16}, False),
+    ],
+)
+def test_yarn_that_llama_cpp_computes_otherwise_is_known(keys, otherwise):
+    """ggml_rope_yarn_corr_dims rounds, and llama-context.cpp sets the scale to 1 + 0.1 ln(factor)."""
+    target = yarn(make_target(), **keys)
+    head = make_eagle3(target)
+    files = convert_head(head, target, layout="eagle3")
+    rules = layouts()["eagle3_llama_cpp"].engines["llama_cpp"].rules
+    assert any(rule.applies(files, target, head) for rule in rules) is otherwise
+
+
 def capped(target: Target) -> Target:
     target.head.softcap = 30.0
     return target
@@ -106,6 +142,11 @@ HEADS = {
     ),
     "a target with another RoPE scaling than linear or YaRN, for DFlash": lambda t: make_dflash(scaled(t)),
     "a target with another RoPE scaling than linear or YaRN, for DSpark": lambda t: make_dspark(scaled(t)),
+    "a target with YaRN that is not truncated, or has a scale of its own, for DFlash2": lambda t: make_dflash2(yarn(t)),
+    "a target with YaRN that is not truncated, or has a scale of its own, for DFlash": lambda t: make_dflash(yarn(t)),
+    "a target with YaRN that is not truncated, or has a scale of its own, for DSpark": lambda t: make_dspark(yarn(t)),
+    "a target with YaRN that is not truncated, or has a scale of its own, for EAGLE-3": lambda t: make_eagle3(yarn(t)),
+    "a target with the RoPE scaling longrope": lambda t: make_eagle3(longrope(t)),
     "a target whose output projection has a bias, for DFlash": lambda t: make_dflash(biased(t)),
     "a target whose output projection has a bias, for JetSpec": lambda t: make_jetspec(biased(t)),
     "a target whose output projection has a bias, a scale or a softcap, for DFlash": lambda t: make_dflash(capped(t)),
@@ -287,6 +328,8 @@ def test_engines_that_change_the_draft_length_with_the_batch_are_given_the_table
     config = json.loads(shlex.split(line.text.replace("\\\n", " "))[-1])
     assert config["num_speculative_tokens_per_batch_size"] == [list(step) for step in steps]
     assert config["num_speculative_tokens"] == max(k for *_, k in steps)
+    (line,) = layouts()["peagle"].engines["vllm"].start(planned)
+    assert "per_batch_size" not in line.text, "vLLM's parallel drafts have room for the largest length alone"
     (line,) = start_vllm("medusa")(planned)
     assert "per_batch_size" not in line.text, "vLLM was not read to change the length of such drafts"
     table, line = start_sglang("EAGLE3")(planned)

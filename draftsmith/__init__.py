@@ -146,7 +146,7 @@ def decode(
     Raises:
         UserError: the target cannot serve a request, or the head does not draft such a tree.
     """
-    from draftsmith.decoder.decode import decode_batch
+    from draftsmith.decoder.decode import check_requests, decode_batch
     from draftsmith.decoder.draft import TargetAlone
     from draftsmith.decoder.sampling import Sampling
 
@@ -155,7 +155,9 @@ def decode(
     chosen = sampling or Sampling()
     if head is None:
         return decode_batch(target, TargetAlone(), requests, chosen, rows=batch).generations
+    check_requests(target, requests)
     drafts = _drafts(target, head, num_speculative_tokens, tree)
+    _check_lengths(head, drafts, [len(one.prompt_ids) + one.max_new_tokens for one in requests])
     drafter = drafts.make(drafts.num_speculative_tokens)
     return decode_batch(drafts.verified_by(target), drafter, requests, chosen, rows=batch).generations
 
@@ -190,7 +192,10 @@ def simulate(
     from draftsmith.errors import UserError
 
     _check_types(target, head, sampling, "answers", answers)
+    if (empty := next((one for one in answers if not one.output_ids), None)) is not None:
+        raise UserError(f"The answer to {empty.request.sample_id!r} has no tokens: leave it out.")
     drafts = _drafts(target, head, num_speculative_tokens, tree)
+    _check_lengths(head, drafts, [len(one.request.prompt_ids) + len(one.output_ids) for one in answers])
     if drafts.simulate is None:
         raise UserError(
             f"The tree {tree!r} cannot be simulated, since what it drafts depends on more than the text: decode with it."
@@ -294,6 +299,15 @@ def _check_count(name: str, value: Any) -> None:
 
     if type(value) is not int or value < 1:
         raise UserError(f"{name} is {shown(value)}: it must be at least 1.")
+
+
+def _check_lengths(head: "DraftHead", drafts: "SystemUnderTest", lengths: "list[int]") -> None:
+    """Raise UserError where a text of so many tokens is longer than the head reads with its draft."""
+    from draftsmith.decoder.drafters.draft_model import check_context
+
+    if head.reads.context_length is not None:
+        need = max(lengths, default=0) + drafts.num_speculative_tokens
+        check_context(f"{head.method} head", head.reads.context_length, need)
 
 
 def _drafts(target: "Target", head: "DraftHead", num_speculative_tokens: int, tree: str | Path) -> "SystemUnderTest":

@@ -1,10 +1,12 @@
 """The public API: docs/api.md names it whole, its example runs, and importing it costs nothing."""
 
 import ast
+import copy
 import inspect
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 
 import draftsmith
 from draftsmith import Request, Sampling, UserError
+from draftsmith.decoder.answers import Generation
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.checkpoint import save_head
@@ -135,6 +138,18 @@ def test_mistakes_are_one_sentence(place: Path, loaded: tuple[draftsmith.Target,
     answers = draftsmith.decode(target, None, [request])
     with pytest.raises(UserError, match="num_speculative_tokens is 0"):
         draftsmith.decode(target, head, [request], num_speculative_tokens=0)
+    with pytest.raises(UserError, match="The answer to 'a' has no tokens: leave it out"):
+        draftsmith.simulate(target, head, [Generation(request, [])])
+    short = copy.copy(head)
+    short.reads = replace(head.reads, context_length=6)
+    with pytest.raises(
+        UserError, match="eagle3 head reads at most 6 tokens, but the longest text with its draft has 11"
+    ):
+        draftsmith.decode(target, short, [request])
+    with pytest.raises(
+        UserError, match="eagle3 head reads at most 6 tokens, but the longest text with its draft has 11"
+    ):
+        draftsmith.simulate(target, short, answers)
     with pytest.raises(UserError, match="'dynamic' cannot be simulated"):
         draftsmith.simulate(target, head, answers, tree="dynamic")
     with pytest.raises(UserError, match="is a draft head"):
@@ -160,6 +175,13 @@ def test_mistakes_are_one_sentence(place: Path, loaded: tuple[draftsmith.Target,
         ({"sampling": 0.7}, "sampling is 0.7, of the type float: give a Sampling"),
         ({"requests": "hello"}, r"requests\[0\] is 'h', of the type str: give a Request|requests is 'hello'"),
         ({"requests": ["hello"]}, r"requests\[0\] is 'hello', of the type str: give a Request"),
+        (
+            {"requests": [Request("a", "s", ("input_ids", "mask"), 2)]},
+            r"Prompt a holds a str: give a tuple of token ids",
+        ),  # type: ignore[arg-type]
+        ({"requests": [Request("a", "s", torch.ones(3), 2)]}, "Prompt a is a Tensor: give a tuple of token ids"),  # type: ignore[arg-type]
+        ({"requests": [Request("a", "s", (3.0, 4), 2)]}, "Prompt a holds a float: give a tuple of token ids"),  # type: ignore[arg-type]
+        ({"requests": [Request("a", "s", (3, 4), None)]}, "max_new_tokens is None for a: it must be a whole number"),  # type: ignore[arg-type]
     ],
 )
 def test_other_types_are_one_sentence(

@@ -85,6 +85,18 @@ def check_requests(target: Target, requests: Sequence[Request], drafter: Drafter
             "smaller tree."
         )
     for request in requests:
+        ids, most = request.prompt_ids, request.max_new_tokens
+        if not isinstance(ids, tuple | list) or (kinds := {type(token) for token in ids} - {int}):
+            what = (
+                f"is a {type(ids).__name__}" if not isinstance(ids, tuple | list) else f"holds a {kinds.pop().__name__}"
+            )
+            raise UserError(
+                f"Prompt {request.sample_id} {what}: give a tuple of token ids, as apply_chat_template(..., return_dict=False) returns them."
+            )
+        if type(most) is not int:
+            raise UserError(
+                f"max_new_tokens is {most!r} for {request.sample_id}: it must be a whole number of at least 1."
+            )
         if not request.prompt_ids:
             raise UserError(f"Prompt {request.sample_id} is empty: give it at least one token.")
         if request.max_new_tokens < 1:

@@ -15,6 +15,7 @@ import numpy as np
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.results.result import Result, TargetInfo
+from draftsmith.fields import LATER
 from draftsmith.foreign.records import read_current
 from draftsmith.foreign.text import read_json
 from draftsmith.machine import Hardware
@@ -56,7 +57,7 @@ class CostPoint:
     admit_ms: dict[str, float]
     overhead_ms: dict[str, float]
     round_ms: dict[str, dict[str, float]] = field(default_factory=dict)
-    sampled: Drafting | None = None
+    sampled: Drafting | None = field(default=None, metadata=LATER)
 
     def at(self, temperature: float) -> "CostPoint":
         """Return the costs at a temperature."""
@@ -133,7 +134,7 @@ class CostTable:
     servers: tuple[TimedServer, ...] = ()
     too_large: tuple[tuple[int, int], ...] = ()
     drafts: dict[str, DraftInfo] = field(default_factory=dict)
-    temperatures: tuple[float, ...] = ()
+    temperatures: tuple[float, ...] = field(default=(), metadata=LATER)
     schema_version: int = 4
 
     @property

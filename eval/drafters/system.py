@@ -78,7 +78,8 @@ class DraftInfo:
         return ", ".join(
             f"{words.format(one or 'all')} and not {two or 'all'}"
             for words, one, two in pairs
-            if None not in (one, two) and one != two
+            # Earlier versions counted no parameters of a head with rounded weights.
+            if None not in (one, two) and one != two and (all((one, two)) or "parameters" not in words)
         )
 
 
@@ -268,7 +269,7 @@ def head_system(
         typical=typical,
         simulate=simulate,
         fixed_length=drafting.drafts.fixed_length and rule is None,
-        parameters=sum(p.numel() for p in drafting.parameters() if p.requires_grad),
+        parameters=sum(p.numel() for p in head.parameters() if p.requires_grad),  # a view's need no gradients
         head=head,
         verifier=verifier,
         rule=rule,

@@ -139,9 +139,9 @@ def search_floors(texts: TextChances, cost: Callable[[np.ndarray], np.ndarray]) 
     )
     # A place that no round reaches at these floors says nothing of the next one's, so scores of all places count.
     inside_STK = ~np.isnan(texts.accepted_STK)
-    places_K = [
-        np.quantile(texts.score_STK[..., k][inside_STK[..., k]], np.arange(_PLACES) / _PLACES) for k in range(depth)
-    ]
+    # None where every answer ends before.
+    scores_K = [texts.score_STK[..., k][inside_STK[..., k]] for k in range(depth)]
+    places_K = [np.quantile(one, np.arange(_PLACES) / _PLACES) if len(one) else one for one in scores_K]
     for _ in range(_SWEEPS):
         before = best
         for k in range(depth):

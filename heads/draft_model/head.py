@@ -68,6 +68,10 @@ def starting_point(options: DraftLmOptions, target: Target) -> Start:
         )
     what = f"head.layers_from_target: the target {target.path}"
     config = read_llama(target.config, what, "start from scratch, or name a small model in head.init_from")
+    if getattr(target.config, "quantization_config", None) is not None:
+        raise UserError(
+            f"{what} is quantized, and its layers are not: name the unquantized model, or a small one, in head.init_from."
+        )
     config.num_hidden_layers = len(options.layers_from_target)
     new_number = {str(layer): str(number) for number, layer in enumerate(options.layers_from_target)}
     tensors = {}

@@ -1,5 +1,7 @@
 """Heads with rounded weights: the numbers that torchao's rule says, the original untouched, and drafts that stay exact."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,3 +132,16 @@ def test_a_layer_with_a_channel_of_zeros_has_no_nan() -> None:
     for kind in BITS:
         rounded = weights(quantize_head(head, kind))
         assert all(bool(w.isfinite().all()) for w in rounded.values())
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_a_rounded_head_has_as_many_parameters(kind: str) -> None:
+    """So that the costs of a head of another size are noticed."""
+    head = head_of("eagle3")
+    whole, rounded = (head_system("head", head, 2, 2, weights=weights).info for weights in (None, kind))
+    assert whole.parameters
+    assert rounded.parameters == whole.parameters
+    assert rounded.parameters is not None
+    half = replace(rounded, parameters=rounded.parameters // 2)
+    assert rounded.unlike(half) == f"{rounded.parameters} parameters and not {half.parameters}"
+    assert rounded.unlike(replace(rounded, parameters=0)) == "", "as earlier versions counted"

@@ -95,7 +95,8 @@ class TextDrafter:
         texts = []
         for text_L, (length, count, limit, *tokens) in zip(self._texts_BL, host, strict=True):
             # The last new token is the root, at position `length`.
-            text_L[length + 1 - count : length + 1] = tokens[:count]
+            if count <= length + 1:  # else a finished one, which ends within what was accepted
+                text_L[length + 1 - count : length + 1] = tokens[:count]
             texts.append((text_L[: length + 1], max(0, int(limit)) if count else 0))
         return texts
 

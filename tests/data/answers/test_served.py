@@ -76,6 +76,7 @@ def test_several_servers_share_the_prompts_and_slow_answers_hold_up_none() -> No
             busy.acquire(timeout=20)
         elif asked["prompt"][-1] == 14:
             busy.release()
+        time.sleep(0.02)  # so that no server is done with all before the other begins
         return 200, as_vllm([asked["prompt"][-1]], False)
 
     engines = [Engine(reply=slow), Engine(reply=slow)]

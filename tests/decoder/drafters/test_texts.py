@@ -10,7 +10,7 @@ import torch
 
 from draftsmith.decoder.answers import Generation
 from draftsmith.decoder.decode import decode_batch
-from draftsmith.decoder.draft import DecodeState, Draft, TargetAlone
+from draftsmith.decoder.draft import DecodeState, Draft, NewTokens, TargetAlone
 from draftsmith.decoder.drafters.suffix_decoding import Outputs, SuffixDecoding, SuffixRules, speculate
 from draftsmith.decoder.drafters.texts import Branches, PromptLookup, TextDrafter, find_continuation
 from draftsmith.decoder.sampling import Sampling
@@ -159,3 +159,14 @@ def test_answers_that_end_early_are_simulated_as_they_were_drafted(rules: Suffix
     found = decode_batch(ending, make(rules, 5, outputs), requests, Sampling()).generations
     assert any(g.finish_reason == "eos" and g.rounds for g in found)
     check_simulated(found, simulate(rules, found, outputs).tallies, 5)
+
+
+def test_a_finished_row_may_hold_more_new_tokens_than_its_text() -> None:
+    """It ended at the first of several that were accepted, behind a prompt of one token."""
+    drafter, states_BnX = PromptLookup(3), torch.zeros(2, 5, 1)
+    drafter.start(2, 16)
+    length_B, count_B, limit_B = torch.tensor([[3, 1], [2, 5], [4, 0]])
+    new = NewTokens(torch.arange(1, 11).view(2, 5), states_BnX, states_BnX, count_B)
+    state = DecodeState(torch.tensor([2, 10]), length_B, limit_B, torch.zeros(2, dtype=torch.long), new, Sampling())
+    (text, limit), (_, none) = drafter.read(state)
+    assert (text.tolist(), limit, none) == ([0, 0, 1, 2], 4, 0)

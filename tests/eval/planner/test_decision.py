@@ -213,7 +213,7 @@ def test_a_target_whose_class_gets_no_drafts_starts_no_such_engine(tmp_path: Pat
 def test_the_converter_is_told_the_dtype_of_the_export() -> None:
     for export, kind in (({}, "f16"), ({"dtype": "bfloat16"}, "bf16")):
         (snippet,) = engine_settings(decision(**export))["llama_cpp"]
-        assert f"--outtype {kind}\n" in snippet.text
+        assert f"--outtype {kind} &&\n" in snippet.text
 
 
 def test_costs_of_one_device_are_said_where_several_serve() -> None:

@@ -71,6 +71,19 @@ def test_where_a_token_costs_nothing_no_draft_ends() -> None:
     )
 
 
+def test_answers_that_are_shorter_than_the_longest_draft_are_searched() -> None:
+    """No place has a later token."""
+    short, whole = made(tokens=3), made()
+
+    def cost(drafted: np.ndarray) -> np.ndarray:
+        return per_token(0.05)[drafted]
+
+    floors = search_floors(short, cost)
+    assert len(floors) == 4
+    assert floors[3] in (0.0, NEVER)
+    assert search_floors(whole, cost)[0] != NEVER
+
+
 def test_a_score_that_knows_beats_every_fixed_length_on_texts_that_the_search_has_not_seen() -> None:
     texts = made()
 

@@ -179,6 +179,15 @@ def test_layers_of_a_target_that_is_no_plain_llama(kind: str, odd: str) -> None:
     make(target)  # one of its own needs no plain Llama
 
 
+def test_layers_of_a_quantized_target_are_refused() -> None:
+    target = make_target()
+    target.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(
+        UserError, match="is quantized, and its layers are not: name the unquantized model, or a small one"
+    ):
+        make(target, DraftLmOptions(layers_from_target=[0]))
+
+
 def write(folder: Path, *, tokens: int = 0, **changes: Any) -> Path:
     """A Llama with the tests' tokenizer, which has so many tokens more."""
     tokenizer = tiny_tokenizer()

@@ -89,6 +89,7 @@ class Dashboards:
         """Start them. config: None takes that of the training. fresh: a training that starts over."""
         self._path, self._boards, self._seen = folder / "dashboards.jsonl", list[Any](), past.seen
         self._step = past.records[-1]["step"] if past.records else 0
+        self.failed = False
         if not spec.active:
             return
         self.kept = {} if fresh else read_kept(self._path)
@@ -135,9 +136,9 @@ class Dashboards:
                 act(board)
             except Exception as error:  # noqa: BLE001 - whatever a network and its client do, training goes on
                 self._boards.remove(board)
-                say(
-                    f"warning: {board.title} failed and gets no more figures ({first_line(error)}): metrics.jsonl has them all."
-                )
+                self.failed = True
+                what = "metrics.jsonl has them all, and result.json those of an evaluation"
+                say(f"warning: {board.title} failed and gets no more figures ({first_line(error)}): {what}.")
 
     def keep(self, kind: str, values: Mapping[str, Any]) -> None:
         """Keep values in dashboards.jsonl."""
@@ -258,7 +259,8 @@ def track_results(recipe: Recipe) -> None:
                 _give_results(boards, kind, [read_result(path) for path in paths])
         for name, inside in files.items():
             boards.files(name, inside)
-        boards.keep("sent", sent)
+        if not boards.failed:  # else the next evaluation tries again
+            boards.keep("sent", sent)
 
 
 def tell_offline(recipe: Recipe) -> list[str]:

@@ -1,6 +1,7 @@
 """What the commands do, a function each: they read a recipe, check it, make its stages, and print what came out."""
 
 import os
+import re
 from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
@@ -261,7 +262,7 @@ def report(own: Namespace, words: list[str]) -> int:
     run_folder = paths[0].absolute().parent.parent.parent  # .../RUN/evaluation/t0/result.json
     trained = (run_folder / "train").is_dir()
     own_run = run_folder if trained or again is not None else None
-    own_head = trained and not any("--head" in result.command.split() for result in results)
+    own_head = trained and not any(re.search(r"\s--head[ =]", result.command) for result in results)
     past = read_history(run_folder) if own_head else None
     for name, mark in (REPORT_MARKS | DECISION_MARKS).items():
         check_ours("report", folder / name, mark)

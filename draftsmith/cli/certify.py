@@ -44,7 +44,7 @@ from draftsmith.progress import Bar, say
 from draftsmith.stages.drafters import at_temperature, load_fitting, ways_to_draft
 from draftsmith.stages.evaluation import prompts_of, served_prompts
 from draftsmith.stages.session import Session
-from draftsmith.storage import check_file, fingerprint, write_json, write_text
+from draftsmith.storage import check_file, check_ours, fingerprint, write_json, write_text
 from draftsmith.target.folder import fingerprint_directory
 from draftsmith.target.pretrained import weights_directory
 
@@ -74,6 +74,7 @@ class _Decoder:
         self._target = self._ways[0].verified_by(loaded)
         self.requests = prompts_of(session, self._target).requests
         self.longest = max(c.num_speculative_tokens for c in self._ways)
+        self.ways = [asdict(c.info) for c in self._ways]
         self.facts = {
             "subject": f"The {head.method} head in {folder} on {session.recipe.target.path}, in draftsmith's decoder",
             "dtype": self._target.dtype_name,
@@ -113,6 +114,7 @@ class _Servers:
         self.requests = served_prompts(session).requests
         probe, known = self.requests[0], names or [session.target_path]
         self._drafts, self._alone = (SampledServer(url, known, probe, sampling) for url in urls)
+        self.ways = [one.find_engine() for one in (self._drafts, self._alone)]
         self.facts = {
             "subject": f"The server {self._drafts.url} against {self._alone.url}, both with {session.recipe.target.path}",
             "dtype": self._dtype,
@@ -151,6 +153,9 @@ def certify(own: Namespace, words: list[str]) -> int:
         raise UserError("--model is what servers call the target: name them with --url, or leave it out.")
     session = session_of("certify", words, [], own.head)
     check_file("--output", own.output, (".json",), CERTIFICATE_MARK)
+    journal_file, page_file = (own.output.with_suffix(ending) for ending in (".journal", ".md"))
+    check_ours("--output", page_file, r"\A# Losslessness certificate: ")
+    check_ours("--output", journal_file, r'\A[0-9a-f]{8} \["')
     spec = session.recipe.evaluate
     settings = [spec.sampling(t) for t in spec.temperatures if t > 0]
     if not settings:
@@ -174,8 +179,11 @@ def certify(own: Namespace, words: list[str]) -> int:
     tests, repeats = len(ways) * checks_of(tokens), max(1, _ROWS // len(prompts))
     design = Design(own.level, own.power, own.distance, len(prompts), tokens, tests, repeats)
     texts = [(r.sample_id, r.prompt_ids, r.max_new_tokens) for r in subject.requests]
-    journal_file = own.output.with_suffix(".journal")
-    journal = Journal(journal_file, fingerprint([subject.facts, texts, settings, asdict(design), session.recipe.seed]))
+    # Samples of another version, or of a server that was changed, are no part of it.
+    made = environment_json()
+    by = [made["commit"], made["versions"], made["hardware"], subject.ways]
+    of = [subject.facts, texts, settings, asdict(design), session.recipe.seed, by]
+    journal = Journal(journal_file, fingerprint(of))
     greedy = subject.greedy(journal)
     tested = _test(subject, design, prompts, ways, journal)
     about = {
@@ -183,11 +191,11 @@ def certify(own: Namespace, words: list[str]) -> int:
         "prompts": [p.sample_id for p in prompts],
         "settings": fingerprint([settings, texts]),
         "command": command_line(),
-        **environment_json(),
+        **made,
     }
     certificate = make_certificate(about, design, greedy, tested)
     write_json(own.output, asdict(certificate))
-    write_text(own.output.with_suffix(".md"), page(certificate))
+    write_text(page_file, page(certificate))
     journal_file.unlink(missing_ok=True)
     put(page(certificate))
     return 0 if certificate.given else MISSED

@@ -179,7 +179,7 @@ def launch(session: Session, asked: Launch, command: str, words: list[str]) -> N
     script = [str(find_script(session.recipe.method))] if command == "train" else main
     redo = [word for stage in COMMAND_STAGES[command] if stage in session.redo for word in ("--redo", stage)]
     session.redo.difference_update(COMMAND_STAGES[command])
-    started = [str(folder), "--quiet", "--config_file", asked.config, *script, *words, *redo]
+    started = [str(folder), "--config_file", asked.config, *script, *words, *redo]
     if code := run_launcher(started, asked.processes):
         raise SystemExit(code)
     for stage in DATA_STAGES:

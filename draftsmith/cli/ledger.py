@@ -6,6 +6,7 @@ from textwrap import fill
 
 from draftsmith.cli.boundary import put
 from draftsmith.errors import UserError, did_you_mean
+from draftsmith.eval.gate.compare import difference_interval
 from draftsmith.eval.ledger.counts import LEDGER
 from draftsmith.eval.ledger.sources import Told, read_source
 from draftsmith.eval.results.intervals import Interval
@@ -73,10 +74,10 @@ def _beside(told: Told, name: str, measures: Measures) -> str:
     found = LEDGER[0].interval(told.answers)
     line = f"report: tau of {name} {tau:.3f}{_ends(expected)}, here {told.counts.tau:.3f}"
     line += f"{_ends(found)}. "
-    low, high = found or (told.counts.tau, told.counts.tau)
-    if expected is None:
+    apart = difference_interval(tau, told.counts.tau, expected, found or (told.counts.tau, told.counts.tau))
+    if expected is None or apart is None:
         return f"{line}Of fewer than ten prompts the report gives no interval, so whether they differ is not known."
-    if low <= expected[1] and high >= expected[0]:
+    if apart[0] <= 0 <= apart[1]:
         return f"{line}They do not differ beyond chance."
     less = told.counts.tau < tau
     return line + (

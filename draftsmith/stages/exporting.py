@@ -1,5 +1,6 @@
 """The stage that exports a trained head: it writes the directory that a serving engine loads."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,8 @@ def _history(session: Session, method: str) -> History:
         )
         for result in map(read_result, filter(None, found))
         for name, one in result.drafters.items()
-        if one.draft is not None and one.draft.method == method and name.split()[0] == method
+        if one.draft is not None and one.draft.method == method and re.match(rf"{re.escape(method)}($|[ ,])", name)
+        if not any(re.match(rf"{re.escape(other)}($|[ ,])", name) for other in session.recipe.evaluate.beside)
     )
     return History(trained, measured)
 

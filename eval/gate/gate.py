@@ -64,9 +64,9 @@ class Threshold:
         return _METRICS[self.metric][0]
 
     @property
-    def over_prompts(self) -> bool:
-        """Whether it is the end of an interval over prompts."""
-        return self.metric != self.row.name and not self.row.timed
+    def is_end(self) -> bool:
+        """Whether it is the end of an interval, over prompts or, of what is timed, over repeats."""
+        return self.metric != self.row.name
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def check_names(
             )
         _expect(threshold, "slice", threshold.slice, [OVERALL, *slices])
         count = sum(slices.values()) if threshold.slice == OVERALL else slices[threshold.slice]
-        if threshold.over_prompts and count < FEWEST_PROMPTS:
+        if threshold.is_end and count < FEWEST_PROMPTS:
             raise UserError(
                 f"--fail-under {threshold.text}: {threshold.slice} has {count} prompts, and there is no interval over fewer than "
                 f"{FEWEST_PROMPTS}: give more, or leave .{threshold.row.worse} out."
@@ -155,6 +155,9 @@ def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]
             measures = system.at(threshold.slice)
             assert measures is not None
             measured = _METRICS[threshold.metric][1](measures)
+            few = result.settings.repeats < 2 or measures.prompts < FEWEST_PROMPTS
+            if threshold.is_end and threshold.row.timed and few:
+                measured = None
             if measured is None or not math.isfinite(measured):
                 raise UserError(
                     f"--fail-under {threshold.text}: {threshold.name} was not measured for {drafter} at "
@@ -232,10 +235,11 @@ def _instead(threshold: Threshold, measures: Measures) -> str:
     if threshold.metric in ("tau", "tau.low") and measures.tau is None and measures.tau_simulated is not None:
         return ": it was only simulated, so use tau_simulated"
     whole = threshold.row.value(measures)
-    if threshold.over_prompts and whole is not None:
+    if threshold.is_end and whole is not None:
+        more = ("two repeats and ", "", ", more often") if threshold.row.timed else ("", " with a round", "")
         return (
-            f": over {measures.prompts} prompts there is no interval (it takes {FEWEST_PROMPTS} with a round), so leave .{threshold.row.worse} out, or "
-            "evaluate more prompts"
+            f": over {measures.prompts} prompts there is no interval (it takes {more[0]}{FEWEST_PROMPTS}{more[1]}), so leave .{threshold.row.worse} out, or "
+            f"evaluate more prompts{more[2]}"
         )
     if threshold.metric.startswith("tau_simulated") and measures.tau is not None:
         return ": it was only decoded, so use tau, or name the drafters that have it"

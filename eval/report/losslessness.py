@@ -19,13 +19,15 @@ def evidence(view: View) -> str:
     """Say how many greedy answers equal the target's own, in the measured dtype where that was checked, and how wide the gaps are
     where one does not; empty where nothing was checked."""
     measured = view.results[0].settings.dtype
-    kinds: dict[tuple[str, str], dict[str, Lossless]] = defaultdict(dict)
+    kinds: dict[tuple[str, str], dict[tuple[str, ...], Lossless]] = defaultdict(dict)
     for system in view.systems:
+        result = view.results[system.result_index]
+        # Greedy answers are checked once for all temperatures of an evaluation.
+        own = (system.name, result.command, result.commit or "", result.target.fingerprint)
         m = system.drafter.overall
         checks = [one for one in (m.lossless_timed, m.lossless) if one is not None and one.checked]
-        # Greedy answers are checked once for all temperatures.
-        if checks and not any(system.name in checked_of for checked_of in kinds.values()):
-            kinds[checks[0].dtype, whose_texts(m)][system.name] = checks[0]
+        if checks and not any(own in checked_of for checked_of in kinds.values()):
+            kinds[checks[0].dtype, whose_texts(m)][own] = checks[0]
     sentences = []
     for (dtype, whose), checked_of in kinds.items():
         checked, equal = (sum(getattr(one, key) for one in checked_of.values()) for key in ("checked", "equal"))

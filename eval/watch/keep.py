@@ -19,11 +19,12 @@ from draftsmith.storage import write_text
 FILE = "worst.jsonl"
 Redact = Callable[[str], str | None]
 _SHAPES = (
+    # The first, as what stands before its @ looks like an address of mail; it may hold one.
+    ("PASSWORD", r"(?<=://)[^\s/]*:[^\s/]+(?=@)"),
     ("EMAIL", r"[\w.+-]+@[\w-]+\.[\w.-]+"),
-    ("KEY", r"\b(?:sk|pk|hf|ghp|gho|xox[abp]|AKIA|eyJ)[-_]?[A-Za-z0-9_.-]{16,}"),
-    ("KEY", r"(?i)(?<=bearer )\S{8,}"),
-    ("PASSWORD", r"(?<=://)[^\s/@:]+:[^\s/@]+(?=@)"),
-    ("ADDRESS", r"\b\d{1,3}(?:\.\d{1,3}){3}\b"),
+    ("KEY", r"\b(?:sk|pk|hf|ghp|gho|github_pat|xox[abp]|AKIA|eyJ)[-_]?[A-Za-z0-9_.-]{16,}"),
+    ("KEY", r"(?i)(?<=bearer )\S{8,}|(?<=authorization: basic )\S+"),
+    ("ADDRESS", r"\b\d{1,3}(?:\.\d{1,3}){3}\b|(?<![\w:])(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{0,4}(?![\w:])"),
     ("NUMBER", r"\+?\d(?:[ ()./-]{0,2}\d){6,}"),
 )
 _PATTERNS = [(name, re.compile(pattern)) for name, pattern in _SHAPES]
@@ -65,8 +66,14 @@ class Keeper:
                 if texts is None:
                     continue
                 row = {"id": seen.name, "slice": name, "kept_at": now, "rounds": seen.rounds, "tokens": seen.tokens}
-                others = [one for one in self.rows if one["id"] != seen.name]
-                self.rows = sorted([*others, row | {"lost": lost} | texts], key=lambda one: -one["lost"])[: self._limit]
+                row |= {"lost": lost} | texts
+                # Of several of one name the worst: those without ids are called by their lines, which begin anew in the next file.
+                same, others = (
+                    [x for x in self.rows if (x["id"] == seen.name) is is_same] for is_same in (True, False)
+                )
+                self.rows = sorted([*others, max([row, *same], key=lambda x: x["lost"])], key=lambda x: -x["lost"])[
+                    : self._limit
+                ]
         if self.rows != before:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_text(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli.main import main
+from draftsmith.machine import environment_json
 from tests.eval.certificate.test_served import engine
 from tests.eval.engines.fake_server import serving
 from tests.workplace import fails, make_workplace, options, save_untrained
@@ -75,6 +76,33 @@ def test_two_servers(place: Path, tmp_path: Path) -> None:
     assert not told["tested"][0]["controls"]
     assert told["about"]["subject"].startswith(f"The server {drafts} against {alone}")
     assert "cannot be spoiled on purpose" in output.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize("name", ["README.md", "README.journal"])
+def test_files_of_others_beside_the_certificate_stay(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text("mine\n")
+    assert f"--output would replace {name}, which draftsmith did not write" in fails(
+        words(place, *HOT, "--output", "README.json"), capsys
+    )
+    assert Path(name).read_text() == "mine\n"
+
+
+def test_samples_of_another_version_are_drawn_again(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = [*words(place, *HOT), "--distance", "0.35", "--prompts", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr("draftsmith.cli.certify.make_certificate", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(asked) == 130
+    made = environment_json()
+    with monkeypatch.context() as patch:
+        patch.setattr("draftsmith.cli.certify.environment_json", lambda: made | {"commit": "another"})
+        patch.setattr("draftsmith.decoder.loop.Loop.round", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(asked) == 130, "it is sampled again"
 
 
 def test_what_cannot_be_certified_is_refused(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

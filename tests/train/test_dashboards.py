@@ -82,6 +82,7 @@ def test_a_dashboard_that_fails_on_the_way_ends_no_training(
     with Tracker(tmp_path, ONLINE, "x", {}, 0) as tracker:
         for step in (1, 2, 3):
             tracker.log({"step": step})
+    assert tracker.failed, "so that an evaluation's figures are given again"
     assert [step for step, _ in wandb.logged] == [1, 2]
     assert "Weights & Biases failed and gets no more figures (the network is down)" in capsys.readouterr().err
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3

@@ -192,3 +192,21 @@ def test_a_launched_process_ends_with_its_launcher() -> None:
             return
         time.sleep(0.05)
     pytest.fail("the process lives on")
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("sys.exit(2)", 2, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 1, "was ended by SIGKILL, as the system does when memory is short"),
+    ],
+)
+def test_a_single_process_that_is_launched_ends_as_several_do(ends: str, code: int, said: str, tmp_path: Path) -> None:
+    """Accelerate starts it another way."""
+    (script := tmp_path / "ends.py").write_text(f"import os, signal, sys\n{ends}\n")
+    words = [str(tmp_path), "--config_file", str(ROOT / "recipes/accelerate/cpu.yaml"), str(script)]
+    command = [sys.executable, "-m", "draftsmith.cli.launcher", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

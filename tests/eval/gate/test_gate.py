@@ -28,7 +28,7 @@ def measures(tau: float, /, **changes: Any) -> Measures:
         "decode_tok_s": 100 * tau,
         "decode_tok_s_spread": (90 * tau, 110 * tau),
     }
-    return Measures(prompts=4, **{**values, **changes})
+    return Measures(**{"prompts": 12, **values, **changes})
 
 
 def result(temperature: float, drafters: dict[str, float], **changes: Any) -> Result:
@@ -41,7 +41,7 @@ def result(temperature: float, drafters: dict[str, float], **changes: Any) -> Re
         versions={},
         recipe=None,
         target=TargetInfo("t"),
-        settings=Settings(temperature, None, None, 5, 1, "float32", 0, 1),
+        settings=Settings(temperature, None, None, 5, 1, "float32", 0, 3),
         drafters={
             name: DrafterResult(
                 measures(tau, **changes),
@@ -199,10 +199,22 @@ def test_what_was_not_measured_is_refused(metric: str) -> None:
 
 @pytest.mark.parametrize("metric", ["tau.low", "tau_simulated.low"])
 def test_a_number_without_an_interval_has_no_lower_end(metric: str) -> None:
-    bare = result(0.0, {"eagle3": 3.0}, tau_interval=None, tau_simulated_interval=None)
+    bare = result(0.0, {"eagle3": 3.0}, tau_interval=None, tau_simulated_interval=None, prompts=4)
     said = f"{metric} was not measured for eagle3 at T=0.*over 4 prompts there is no interval"
     with pytest.raises(UserError, match=said):
         run(f"{metric}=2", results={"s": bare})
+
+
+@pytest.mark.parametrize("metric", ["speedup.low", "decode_tok_s.low"])
+def test_a_spread_takes_ten_prompts_and_two_repeats(metric: str) -> None:
+    """As on the page: of one repeat it is the number itself."""
+    ends = {"speedup_spread": (1.8, 1.9), "decode_tok_s_spread": (18.0, 19.0), "speedup": 1.85, "decode_tok_s": 18.5}
+    many, few = (result(0.0, {"eagle3": 3.0}, **ends, prompts=prompts) for prompts in (12, 9))
+    once = replace(many, settings=replace(many.settings, repeats=1))
+    assert run(f"{metric}=1", results={"s": many})[0].passed
+    for found in (once, few):
+        with pytest.raises(UserError, match=f"{metric} was not measured for eagle3 .*it takes two repeats and 10"):
+            run(f"{metric}=1", results={"s": found})
 
 
 def test_names_are_checked_before_work() -> None:

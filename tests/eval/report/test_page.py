@@ -147,6 +147,8 @@ def test_equality_in_another_dtype_is_not_claimed_for_the_measured_one() -> None
     served = replace(result, settings=replace(result.settings, dtype="bfloat16"))
     assert "All 60 greedy answers checked in float32, as measured," in evidence(view_of([result, result]))
     assert "in float32 (not in bfloat16, as measured)," in evidence(view_of([served]))
+    other = replace(with_overall(invented_result(), lossless=Lossless("float32", 15, 3)), command="another run")
+    assert "63 of 75 greedy answers checked in float32" in evidence(view_of([result, other]))
     assert evidence(view_of([bare_result()])) == ""
     tuned = with_overall(invented_result(), lossless=Lossless("float32", 60, 60), agreement=0.9)
     assert "equal those of the tuned target alone," in evidence(view_of([tuned]))

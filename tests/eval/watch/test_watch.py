@@ -13,9 +13,9 @@ from draftsmith.cli.main import main
 from draftsmith.data.conversations.load import load_conversations
 from draftsmith.errors import UserError
 from draftsmith.eval.results.result import read_result
-from draftsmith.eval.watch.follow import FileSource, ServerSource
-from draftsmith.eval.watch.keep import FILE, redact
-from draftsmith.eval.watch.sequential import LOW
+from draftsmith.eval.watch.follow import Event, FileSource, ServerSource
+from draftsmith.eval.watch.keep import FILE, Keeper, redact
+from draftsmith.eval.watch.sequential import LOW, Observation
 from draftsmith.foreign.server import ModelServer
 from tests.eval.engines.fake_server import Engine, serving
 from tests.eval.ledger.test_ledger import LLAMA_LOG, llama, vllm, vllm_line
@@ -138,6 +138,32 @@ def test_worst_requests_are_kept_only_when_asked_and_redacted(tmp_path: Path) ->
     (tmp_path / "kept" / FILE).write_text("".join(json.dumps(row) + "\n" for row in old))
     assert follow("--keep", "kept", "--keep-limit", "5", "--keep-days", "2") == 0
     assert [json.loads(line) for line in (tmp_path / "kept" / FILE).read_text().splitlines()] == rows[2:]
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("postgres://admin:Tr0ub4dor&3@db.example.com/x", "postgres://[PASSWORD]@db.example.com/x"),
+        ("https://user:p@ss!word@host.com", "https://[PASSWORD]@host.com"),
+        ("redis://:pw@cache:6379", "redis://[PASSWORD]@cache:6379"),
+        ("github_pat_11ABCDEFG0123456789_abcdefgh", "[KEY]"),
+        ("Authorization: Basic dXNlcjpwYXNz", "Authorization: Basic [KEY]"),
+        ("from 2001:db8::8a2e:370:7334, at 12:30:45", "from [ADDRESS], at 12:30:45"),
+        ("http://host:8000/a to me@host.org", "http://host:8000/a to [EMAIL]"),
+    ],
+)
+def test_passwords_and_keys_go_whatever_stands_around_them(text: str, kept: str) -> None:
+    assert redact(text) == kept
+
+
+def test_of_requests_of_one_name_the_worst_stays(tmp_path: Path) -> None:
+    """Without ids they are called by their lines, which begin anew in the next file."""
+    record = {"messages": [{"role": "user", "content": "why?"}]}
+    keeper = Keeper(tmp_path, 5, 9.0, None, lambda: 1.0)
+    for tokens in (50.0, 149.0, 20.0):
+        seen = Observation(100.0, tokens, 1.0, 1.0, "line 1", False, False)
+        keeper.add({"all": [Event("all", seen, record)]}, {"all": 1.5})
+    assert [(row["id"], row["lost"]) for row in keeper.rows] == [("line 1", 130.0)]
 
 
 def test_redaction_knows_shapes_of_secrets() -> None:

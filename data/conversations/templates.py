@@ -204,8 +204,9 @@ def render_text(
     **template_kwargs: Any,
 ) -> str:
     """Return the text that the chat template makes. Raises UserError, naming role and sample, where it refuses."""
-    arguments = {"tools": list(tools) if tools else None, "add_generation_prompt": generation_prompt}
-    arguments |= {**dated(tokenizer, arguments["tools"]), **template_kwargs}
+    given = list(tools) if tools else None
+    arguments: dict[str, Any] = {"tools": given, "add_generation_prompt": generation_prompt}
+    arguments |= {**dated(tokenizer, given), **template_kwargs}
     try:
         text = tokenizer.apply_chat_template(as_read(tokenizer, messages), tokenize=False, **arguments)
     except Exception as error:  # whatever a template does: raise_exception(), arithmetic, a missing content

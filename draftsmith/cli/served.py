@@ -127,8 +127,8 @@ def _alone(recipe: Recipe, model: str, served: Served, made: dict[str, Any]) -> 
     spec = recipe.evaluate
     filters = spec.top_k or None, spec.top_p if spec.top_p < 1 else None
     counts = spec.num_speculative_tokens, spec.batch
-    run = "as served", recipe.seed, spec.repeats
-    settings = Settings(spec.temperatures[0], *filters, *counts, *run, min_p=spec.min_p or None)
+    settings = Settings(spec.temperatures[0], *filters, *counts, "as served", recipe.seed, spec.repeats)
+    settings = replace(settings, min_p=spec.min_p or None)
     facts = served.command, served.commit, served.date, made["hardware"], made["versions"]
     return Result(*facts, None, TargetInfo(model), settings, {})
 

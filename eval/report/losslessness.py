@@ -19,11 +19,11 @@ def evidence(view: View) -> str:
     """Say how many greedy answers equal the target's own, in the measured dtype where that was checked, and how wide the gaps are
     where one does not; empty where nothing was checked."""
     measured = view.results[0].settings.dtype
-    kinds: dict[tuple[str, str], dict[tuple[str, ...], Lossless]] = defaultdict(dict)
+    kinds: dict[tuple[str, str], dict[tuple[str | None, ...], Lossless]] = defaultdict(dict)
     for system in view.systems:
         result = view.results[system.result_index]
         # Greedy answers are checked once for all temperatures of an evaluation.
-        own = (system.name, result.command, result.commit or "", result.target.fingerprint)
+        own = (system.name, result.command, result.commit, result.target.fingerprint)
         m = system.drafter.overall
         checks = [one for one in (m.lossless_timed, m.lossless) if one is not None and one.checked]
         if checks and not any(own in checked_of for checked_of in kinds.values()):

@@ -6,7 +6,7 @@ The files hold one decoder layer behind the target's N, under `model.layers.N.` 
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -210,7 +210,7 @@ def _contradiction(head: MtpHead, target: Target, spans: Mapping[str, TensorSpan
     return None if lost is None else f"holds no {layer}{lost}, and the head does"
 
 
-def _names_in_files(own: Iterable[str], table: Sequence[TensorRow], num_layers: int) -> dict[str, str]:
+def _names_in_files(own: Iterable[str], table: tuple[TensorRow, ...], num_layers: int) -> dict[str, str]:
     """Return what a family's files call the tensors of an MTP layer, those of a head and those of a Llama layer. Raises UserError for one
     that they have no name for."""
     rows = {}

@@ -6,6 +6,7 @@ Serving engines give templates `strftime_now`, as transformers does, which lets 
 import json
 import re
 from datetime import date, datetime, time
+from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -27,11 +28,16 @@ def prints_date(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def dated(tokenizer: PreTrainedTokenizerBase, tools: list[Any] | None) -> dict[str, str]:
     """Return the argument with which `apply_chat_template` prints the day that was set; none where the template tells none."""
-    day, template = tokenizer.__dict__.get("draftsmith_day"), tokenizer.get_chat_template(None, tools)
-    if day is None or _CLOCK not in template:
+    day = tokenizer.__dict__.get("draftsmith_day")
+    if day is None or _CLOCK not in (template := tokenizer.get_chat_template(None, tools)):
         return {}
+    return {"chat_template": _of_day(template, day)}
+
+
+@lru_cache(maxsize=8)
+def _of_day(template: str, day: date) -> str:
     said = {one: datetime.combine(day, time()).strftime(one) for one in _DIRECTIVES}
     parts = "".join(f" | replace({json.dumps(one)}, {json.dumps(text)})" for one, text in said.items())
     # Behind a value no newline is taken away, and what stood before a block at the beginning goes, as it did.
     rest = re.sub(r"\A[ \t]+(?=\{[%#](?!\+))", "", template)
-    return {"chat_template": f'{{% macro {_CLOCK}(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}{{{{ "" }}}}{rest}'}
+    return f'{{% macro {_CLOCK}(format) %}}{{{{ format{parts} }}}}{{% endmacro %}}{{{{ "" }}}}{rest}'

@@ -205,9 +205,9 @@ def render_text(
 ) -> str:
     """Return the text that the chat template makes. Raises UserError, naming role and sample, where it refuses."""
     given = list(tools) if tools else None
-    arguments: dict[str, Any] = {"tools": given, "add_generation_prompt": generation_prompt}
-    arguments |= {**dated(tokenizer, given), **template_kwargs}
+    arguments: dict[str, Any] = {"tools": given, "add_generation_prompt": generation_prompt, **template_kwargs}
     try:
+        arguments = dated(tokenizer, given) | arguments
         text = tokenizer.apply_chat_template(as_read(tokenizer, messages), tokenize=False, **arguments)
     except Exception as error:  # whatever a template does: raise_exception(), arithmetic, a missing content
         where = f"sample {name}" if name else "these messages"

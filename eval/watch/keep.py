@@ -65,15 +65,12 @@ class Keeper:
                 texts = self._texts(event.record)
                 if texts is None:
                     continue
-                row = {"id": seen.name, "slice": name, "kept_at": now, "rounds": seen.rounds, "tokens": seen.tokens}
-                row |= {"lost": lost} | texts
+                row: dict[str, Any] = {"id": seen.name, "slice": name, "kept_at": now, "rounds": seen.rounds}
+                row |= {"tokens": seen.tokens, "lost": lost} | texts
                 # Of several of one name the worst: those without ids are called by their lines, which begin anew in the next file.
-                same, others = (
-                    [x for x in self.rows if (x["id"] == seen.name) is is_same] for is_same in (True, False)
-                )
-                self.rows = sorted([*others, max([row, *same], key=lambda x: x["lost"])], key=lambda x: -x["lost"])[
-                    : self._limit
-                ]
+                row = max([row, *(one for one in self.rows if one["id"] == seen.name)], key=lambda one: one["lost"])
+                others = [one for one in self.rows if one["id"] != seen.name]
+                self.rows = sorted([*others, row], key=lambda one: -one["lost"])[: self._limit]
         if self.rows != before:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_text(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows))

@@ -10,14 +10,7 @@ from draftsmith.heads.eagle.formats import AUX_LAYERS, EAGLE3, EAGLE3_SPECULATOR
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.formats import engines
-from draftsmith.heads.formats.layout import (
-    Layout,
-    Rule,
-    Served,
-    changed_embedding,
-    has_flag,
-    served_by_speculators,
-)
+from draftsmith.heads.formats.layout import Layout, Rule, Served, changed_embedding, has_flag, served_by_speculators
 from draftsmith.heads.formats.llama_cpp import LLAMA_CPP_SILENT, llama_cpp_yarn, start_llama_cpp
 from draftsmith.heads.formats.recognise import Format, HeadFolder
 from draftsmith.heads.formats.schema import ModelFiles, Schema, flatten

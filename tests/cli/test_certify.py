@@ -26,15 +26,21 @@ def words(place: Path, *own: str) -> list[str]:
     return ["certify", *options(place, place / "run"), "--head", str(place / "head"), *own]
 
 
+def interrupted(place: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A certificate whose samples are drawn, and which was ended before it was made; return the command."""
+    asked = [*words(place, *HOT), "--distance", "0.35", "--prompts", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr("draftsmith.cli.certify.make_certificate", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert main(asked) == 130
+    return asked
+
+
 def test_a_certificate_and_its_page(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a head that has learnt nothing; interrupted, and gone on with from what was sampled."""
     monkeypatch.chdir(tmp_path)
-    asked = [*words(place, *HOT), "--distance", "0.35", "--prompts", "2"]
-    with monkeypatch.context() as patch:
-        patch.setattr("draftsmith.cli.certify.make_certificate", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert main(asked) == 130
+    asked = interrupted(place, monkeypatch)
     samples = Path("certificate.journal").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr("draftsmith.decoder.loop.Loop.round", None)
@@ -94,10 +100,7 @@ def test_samples_of_another_version_are_drawn_again(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = [*words(place, *HOT), "--distance", "0.35", "--prompts", "2"]
-    with monkeypatch.context() as patch:
-        patch.setattr("draftsmith.cli.certify.make_certificate", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
-        assert main(asked) == 130
+    asked = interrupted(place, monkeypatch)
     made = environment_json()
     with monkeypatch.context() as patch:
         patch.setattr("draftsmith.cli.certify.environment_json", lambda: made | {"commit": "another"})

@@ -46,7 +46,8 @@ class Alone:
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Everything is ready: this process has made it."""
-        assert ready(), "nobody else makes it"
+        there = ready()  # which takes in what it finds
+        assert there, "nobody else makes it"
 
 
 class Groups:

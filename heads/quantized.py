@@ -49,7 +49,8 @@ def round_weights(weight: Tensor, kind: str) -> Tensor:
     """
     if kind == "bfloat16":
         return weight.bfloat16().to(weight.dtype)
-    groups = weight.unflatten(1, (-1, _group(weight.shape[1]) if kind == "int4" else weight.shape[1]))
+    wide = weight.float() if weight.dtype == torch.float16 else weight  # whose smallest scales would be 0
+    groups = wide.unflatten(1, (-1, _group(weight.shape[1]) if kind == "int4" else weight.shape[1]))
     largest = groups.abs().amax(2, keepdim=True)
     if kind == "float8":
         scale = (largest / 448).float().clamp(min=torch.finfo(torch.float32).tiny)  # a channel of zeros stays one
@@ -62,8 +63,15 @@ def round_weights(weight: Tensor, kind: str) -> Tensor:
 
 
 def weight_bytes(head: DraftHead, kind: str | None = None) -> int:
-    """Return the bytes of a head's trained weights as they are, or with the linear layers as `kind` and their scales."""
-    weights = {id(p): float(p.numel() * p.element_size()) for p in head.parameters() if p.requires_grad}
+    """Return the bytes of a head's weights, without the target's, as they are, or with the linear layers as `kind` and their scales: what
+    was trained, an adapter that is merged into its target left out, and an output projection that was kept as it was."""
+    merged = getattr(head, "merged", None) is not None
+    held = {name: p for name, p in head.named_parameters() if p.requires_grad or name.startswith("lm_head.")}
+    weights = {
+        id(p): float(p.numel() * p.element_size())
+        for name, p in held.items()
+        if not (merged and name.startswith("adapter."))
+    }
     for module in _layers(head, kind) if kind else ():
         if id(weight := module.weight) in weights:
             group = module.in_features if kind != "int4" else _group(module.in_features)
@@ -73,7 +81,7 @@ def weight_bytes(head: DraftHead, kind: str | None = None) -> int:
 
 
 def _layers(head: DraftHead, kind: str) -> list[nn.Linear]:
-    layers = [module for module in head.modules() if isinstance(module, nn.Linear)]
+    layers = [module for module in head.modules() if isinstance(module, nn.Linear) and module.weight is not None]
     return [module for module in layers if kind != "int4" or _group(module.in_features)]
 
 

@@ -51,11 +51,10 @@ class Progress:
 
 
 def save_training_state(accelerator: Accelerator, folder: Path, progress: Progress, head: DraftHead) -> None:
-    """Save model, optimizers, random states, what `head` measured and `progress`; then remove all older checkpoints but one."""
+    """Save model, optimizers, random states, what `head` measured and `progress`, in place of what is there of that step; then remove all
+    older checkpoints but one."""
     final = folder / f"step_{progress.step}"
     temporary = folder / f"step_{progress.step}.tmp"
-    if final.exists():
-        return
     with explain_os_error(final):
         if accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -76,6 +75,7 @@ def save_training_state(accelerator: Accelerator, folder: Path, progress: Progre
             (temporary / DONE).write_text(json.dumps(manifest), encoding="utf-8")
             for path in (*files, temporary / DONE, temporary):
                 flush(path)
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one, which training went on from before it
             temporary.rename(final)
             flush(folder)
             for old in _checkpoints(folder)[:-CHECKPOINTS]:
@@ -130,8 +130,8 @@ def _damage_of(path: Path) -> str | None:
 
 def window_of(folder: Path) -> int:
     """Return the micro-batches per step of the training in a folder, over all its processes; 0 where none is there."""
-    newest = _checkpoints(folder)[-1:]
-    file = newest[0] / "progress.json" if newest else folder / "summary.json"
+    whole = next((path for path in reversed(_checkpoints(folder)) if _damage_of(path) is None), folder)
+    file = folder / "summary.json" if whole == folder else whole / "progress.json"
     window = read_object(file, "add --redo train to begin again").get("window") if file.is_file() else None
     return window if type(window) is int else 0
 

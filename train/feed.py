@@ -143,7 +143,8 @@ class Feed:
 
     def batch(self, fed: Fed) -> TrainBatch:
         """Return the batch on the device; the copy of the one behind it begins. In the order of windows, of which some may be left out."""
-        assert fed is self._left.popleft(), "the batches of a window in order"
+        first = self._left.popleft()
+        assert fed is first, "the batches of a window in order"
         batch = fed.batch if self._side is None else self._arrived(fed)
         if self._data.source.computed_on is not None:
             layer_ids = self._head.reads.layer_ids

@@ -112,6 +112,7 @@ class _Run:
     def resume(self) -> Progress:
         """Load the newest checkpoint, if there is one. Raises UserError where the processes would not go on from the same state."""
         progress = load_training_state(self.accelerator, self.folder, self.head)
+        self._saved = progress.step or None
         if met := meeting():
             weights = digest_of(self.folder, progress, self.head) if progress.step else self.untrained
             facts = {"The step to go on from": progress.step, "The digest of the weights": weights}
@@ -192,7 +193,7 @@ class _Run:
                     if progress.step >= self.total or self._stale(progress) or stopping:
                         break
             self.teller.rest()
-        save_training_state(self.accelerator, self.folder, progress, self.head)
+        self._save(progress)
         if stopping:
             raise StoppedError(
                 f"Training was interrupted at step {progress.step} of {self.total}; a checkpoint is saved in "
@@ -224,17 +225,23 @@ class _Run:
         return torch.tensor([due, *(interrupt.asked == number for number in SIGNALS)]).float()
 
     def _maybe_checkpoint(self, progress: Progress, interrupt: Interrupt) -> int:
-        """Save a checkpoint when one is due, and return the signal to stop for, or 0; all processes decide alike, by what they wished
-        before the step."""
+        """Save a checkpoint when one is due, at once where it tells of a new best head, and return the signal to stop for, or 0; all
+        processes decide alike, by what they wished before the step."""
         wished = self._wishes(interrupt) if self.accelerator.num_processes == 1 else self.wished
         due, *asks = (bool(x) for x in wished > 0)
         asked = next((number for number, ask in zip(SIGNALS, asks, strict=True) if ask), 0)
+        due = due or progress.best_step == progress.step
         if due or asked:
             self.teller.rest()
         if due:
-            save_training_state(self.accelerator, self.folder, progress, self.head)
-            self.pace.saved_at = time.perf_counter()
+            self._save(progress)
         return asked
+
+    def _save(self, progress: Progress) -> None:
+        """Save a checkpoint, unless it was the last thing that was saved, or gone on from."""
+        if progress.step != self._saved:
+            save_training_state(self.accelerator, self.folder, progress, self.head)
+            self._saved, self.pace.saved_at = progress.step, time.perf_counter()
 
     def _stale(self, progress: Progress) -> bool:
         return self.spec.patience is not None and progress.stale >= self.spec.patience
@@ -318,7 +325,7 @@ class _Run:
             divisor = divide_again(self.head, sums, divisor)
         if self.spec.clip > 0:
             norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.spec.clip)
-        scaled = self.spec.precision == "fp16"
+        scaled = self.accelerator.scaler is not None
         found, broken = collect(sums, divisor, norm, self.copies, scaled=scaled)
         if not scaled:
             leave_out(self.optimizers, broken)

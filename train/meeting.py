@@ -68,7 +68,7 @@ class Meeting:
 
     def _open(self) -> Any:
         """Return the store, as soon as the launcher or rank 0 serves it."""
-        from torch.distributed import TCPStore
+        from torch.distributed import PrefixStore, TCPStore
 
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self._serves = self.here.main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -97,7 +97,8 @@ class Meeting:
                 f"{self.here} cannot meet the others at {self.address} ({why}): set MASTER_ADDR to a name of the machine of "
                 "rank 0, and MASTER_PORT to a port that is free there."
             ) from (opened[0] if opened else None)
-        return opened[0]
+        # A launcher that starts processes again keeps its store, with what the earlier ones said.
+        return PrefixStore(f"draftsmith/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", opened[0])
 
     def _say(self, text: str) -> None:
         """Say for whom this machine waits; a process that no launcher started, as of SLURM, says it for itself."""

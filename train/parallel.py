@@ -208,6 +208,8 @@ def _accelerator(spec: TrainSpec, device: torch.device, settings: dict[str, str]
 def make_accelerator(spec: TrainSpec, device: torch.device) -> Any:
     """Return the Accelerator of this process. Raises UserError where it is not what the launcher meant to start."""
     check_launch(spec)
+    if spec.precision == "fp16" and device.type == "cpu":
+        raise UserError('train.precision is fp16, whose losses are scaled on a GPU alone: take auto, bf16 or "no".')
     try:
         accelerator = _accelerator(spec, device, launch_settings())
     except (ValueError, LookupError, RuntimeError, AttributeError, ImportError) as error:

@@ -14,6 +14,7 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftsmith.data.batch import Tokenized
 from draftsmith.decoder.answers import Generation, Request
@@ -167,6 +168,10 @@ class Likeness:
         )
 
 
+_ROWS = 64
+"""Tokens whose distributions are there at once."""
+
+
 def likeness(target: Target, samples: Sequence[Tokenized], sampling: Sampling) -> Likeness:
     """Test the first answers, of _TOKENS_TESTED tokens together or a little more, against the target's distributions.
 
@@ -178,25 +183,35 @@ def likeness(target: Target, samples: Sequence[Tokenized], sampling: Sampling) -
         if tokens >= _TOKENS_TESTED:
             break
         ids = sample.ids.to(target.device)
-        rows_R = sample.mask.nonzero().flatten().to(target.device)
         last = target.forward(ids[None]).last[0]
-        logits_RV = target.head.logits(last[rows_R - 1]).float()
-        if sampling.repetition_penalty != 1:
-            # The tokens that stand before each row: bool [R, V].
-            seen = torch.zeros(len(rows_R), logits_RV.shape[-1], dtype=torch.bool, device=ids.device)
-            for row, at in zip(seen, rows_R.tolist(), strict=True):
-                row[ids[:at]] = True
-            logits_RV = penalize(logits_RV, seen, sampling.repetition_penalty)
-        chosen_R = ids[rows_R]
-        tokens += len(rows_R)
-        if sampling.greedy:
-            impossible += int((logits_RV.argmax(-1) != chosen_R).sum())
-            continue
-        p_RV = probs(logits_RV, sampling).double()
-        own_R = p_RV.gather(-1, chosen_R[:, None])[:, 0]
-        impossible += int((own_R == 0).sum())
-        log_RV = p_RV.clamp_min(torch.finfo(torch.float64).tiny).log()
-        mean_R = (p_RV * log_RV).sum(-1)
-        variance += float(((p_RV * log_RV**2).sum(-1) - mean_R**2).sum())
-        surplus += float((mean_R - own_R.log())[own_R > 0].sum())
+        found = [
+            _likeness(target, last, ids, rows_R, sampling) for rows_R in sample.mask.nonzero().flatten().split(_ROWS)
+        ]
+        tokens += int(sample.mask.sum())
+        impossible += sum(wrong for wrong, _, _ in found)
+        surplus += sum(more for _, more, _ in found)
+        variance += sum(one for _, _, one in found)
     return Likeness(tokens, surplus / max(tokens, 1), math.sqrt(variance) / max(tokens, 1), impossible / max(tokens, 1))
+
+
+def _likeness(
+    target: Target, last: Tensor, ids: Tensor, rows_R: Tensor, sampling: Sampling
+) -> tuple[int, float, float]:
+    """Return of tokens at some rows of a text how many the target would not choose, and the sums of E[log p] - log p and of its variance."""
+    rows_R = rows_R.to(target.device)
+    logits_RV = target.head.logits(last[rows_R - 1]).float()
+    if sampling.repetition_penalty != 1:
+        # The tokens that stand before each row: bool [R, V].
+        seen = torch.zeros(len(rows_R), logits_RV.shape[-1], dtype=torch.bool, device=ids.device)
+        for row, at in zip(seen, rows_R.tolist(), strict=True):
+            row[ids[:at]] = True
+        logits_RV = penalize(logits_RV, seen, sampling.repetition_penalty)
+    chosen_R = ids[rows_R]
+    if sampling.greedy:
+        return int((logits_RV.argmax(-1) != chosen_R).sum()), 0.0, 0.0
+    p_RV = probs(logits_RV, sampling).double()
+    own_R = p_RV.gather(-1, chosen_R[:, None])[:, 0]
+    log_RV = p_RV.clamp_min(torch.finfo(torch.float64).tiny).log()
+    mean_R = (p_RV * log_RV).sum(-1)
+    variance = float(((p_RV * log_RV**2).sum(-1) - mean_R**2).sum())
+    return int((own_R == 0).sum()), float((mean_R - own_R.log())[own_R > 0].sum()), variance

@@ -120,7 +120,9 @@ def local_files(source: str) -> list[Path] | None:
     if is_there and not is_folder:
         return [path]
     if is_folder:
-        named = (f for f in path.rglob("*") if f.suffix in SUFFIXES and not f.name.startswith("."))
+        # What an editor keeps in hidden folders are copies.
+        shown = (f for f in path.rglob("*") if not any(part.startswith(".") for part in f.relative_to(path).parts))
+        named = (f for f in shown if f.suffix in SUFFIXES)
         files = sorted(f for f in named if not f.is_dir())
         if not files:
             raise UserError(

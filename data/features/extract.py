@@ -305,6 +305,12 @@ def compute_states(
     # By numbers, as the device would have to be asked how many True a mask has.
     real = _upload(torch.cat(kept), target.device)
     aux, last = (states.flatten(0, 1)[real].to(dtype) for states in (output.aux, output.last))
+    if dtype == torch.float16 and not bool(last.isfinite().all() & aux.isfinite().all()):
+        names = ", ".join(sample.sample_id for sample in samples[:3])
+        raise UserError(
+            f"features.dtype is float16, but the target has states beyond its largest number, 65,504, in one of the samples {names}"
+            f"{', ...' if len(samples) > 3 else ''}: take bfloat16."
+        )
     return States(aux, last, *summarise_logits(target.head, last))
 
 

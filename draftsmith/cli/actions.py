@@ -138,7 +138,7 @@ def evaluate(own: Namespace, words: list[str]) -> int:
     if own.url:
         return evaluate_served(own, words)
     if wrong := next((name for name in ONLY_SERVED if getattr(own, name)), None):
-        raise UserError(f"--{wrong} is for running servers: name them with --url, or leave it out.")
+        raise UserError(f"--{wrong.replace('_', '-')} is for running servers: name them with --url, or leave it out.")
     gate, made, decode = read_gate(own), "evaluate --no-decode" if own.no_decode else "evaluate", not own.no_decode
     session = session_of("evaluate", words, own.redo, own.head, made)
     if launch := launching.check_launching(session, own.launch, "evaluate"):
@@ -366,8 +366,6 @@ def plan(own: Namespace, words: list[str]) -> int:
     lines += [*estimating.guesses(estimate, estimator.asked), *estimating.shorter(estimate, estimator.estimate)]
     lines += estimating.foresee(estimate, own.pilot)
     put("\n".join([f"plan of {recipe.name}", *lines]))
-    if recipe.train.lora_rank:
-        put("training: counted as of all weights; the gradients and the optimizer state of an adapter are smaller")
     if recipe.train.warm_start:
         put("head: sizes that the recipe leaves null count as the target's; those of train.warm_start are not read")
     return 0

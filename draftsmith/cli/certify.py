@@ -140,6 +140,15 @@ class _Servers:
         return [judge_greedy(self._drafts.url, found)]
 
 
+def _shortest(requests: Sequence[Request], count: int) -> list[Request]:
+    """Return the shortest prompts of each slice in turn, as they are read again and again."""
+    by_slice: dict[str, list[Request]] = {}
+    for request in sorted(requests, key=lambda r: len(r.prompt_ids)):
+        by_slice.setdefault(request.slice, []).append(request)
+    turns = (one for turn in zip_longest(*by_slice.values()) for one in turn if one is not None)
+    return list(islice(turns, count))
+
+
 def certify(own: Namespace, words: list[str]) -> int:
     """Write a certificate and its page; return 3 where it is not given."""
     refuse_redo("certify", words, "what is there of a certificate goes on")
@@ -164,24 +173,23 @@ def certify(own: Namespace, words: list[str]) -> int:
             "such as [0.0, 1.0]."
         )
     subject = _Servers(session, own.url, own.model, settings[0]) if own.url else _Decoder(session)
-    # The shortest of each slice in turn, as they are read again and again.
-    by_slice: dict[str, list[Request]] = {}
-    for request in sorted(subject.requests, key=lambda r: len(r.prompt_ids)):
-        by_slice.setdefault(request.slice, []).append(request)
-    turns = (one for turn in zip_longest(*by_slice.values()) for one in turn if one is not None)
-    prompts = list(islice(turns, own.prompts))
+    prompts = _shortest(subject.requests, own.prompts)
     if len(prompts) < 2:
         raise UserError(
             "certify takes two prompts or more, as one fault is another prompt's prefix: raise --prompts, or add some."
         )
     ways = [(sampling, name) for sampling in settings for name in subject.names(sampling)]
-    tokens = max(4, own.tokens or min(_TOKENS, subject.longest + 2))
+    if own.tokens is not None and own.tokens < 4:
+        raise UserError(
+            f"--tokens is {own.tokens}, but a draft and what follows it have 4 at least: give as many, or leave it out."
+        )
+    tokens = own.tokens or max(4, min(_TOKENS, subject.longest + 2))
     tests, repeats = len(ways) * checks_of(tokens), max(1, _ROWS // len(prompts))
     design = Design(own.level, own.power, own.distance, len(prompts), tokens, tests, repeats)
     texts = [(r.sample_id, r.prompt_ids, r.max_new_tokens) for r in subject.requests]
     # Samples of another version, or of a server that was changed, are no part of it.
     made = environment_json()
-    by = [made["commit"], made["versions"], made["hardware"], subject.ways]
+    by = [made["versions"], made["hardware"], subject.ways]
     of = [subject.facts, texts, settings, asdict(design), session.recipe.seed, by]
     journal = Journal(journal_file, fingerprint(of))
     greedy = subject.greedy(journal)

@@ -199,8 +199,8 @@ _SERVED = (
     Option(
         "--injected", "The servers accept by rates of `draftsmith what-if`: every answer goes on to its last token."
     ),
-    Option("--seconds N", "Of servers: end after so many seconds (600 if left out).", _seconds, 600.0),
-    Option("--request-seconds N", "Of servers: give a request up after so many (60 if left out).", _seconds, 60.0),
+    Option("--seconds N", "Of servers: end after so many seconds (600 if left out).", _seconds),
+    Option("--request-seconds N", "Of servers: give a request up after so many (60 if left out).", _seconds),
     Option("--output FOLDER", "Of servers: the folder of result.json and report; served if left out.", Path),
 )
 _WHAT_IF = (

@@ -10,6 +10,7 @@ task sets the most tokens of an answer, and the texts at which it ends.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError, one_line
 from draftsmith.eval.drafters.system import SystemUnderTest, Way
+from draftsmith.eval.results.conditions import Thinking
 from draftsmith.foreign.code import foreign_code
 from draftsmith.machine import command_line, environment_json
 from draftsmith.progress import Bar
@@ -48,6 +50,8 @@ class DraftedModel(LM):
     def __init__(self, session: Session, name: str, way: Way, context: int, sampling: Sampling) -> None:
         super().__init__()
         self.session, self.name, self.way, self.context, self.sampling = session, name, way, context, sampling
+        spell = partial(session.tokenizer.decode, skip_special_tokens=False)
+        self.thinking = Thinking(spell, session.recipe.evaluate.thinking)
 
     @property
     def tokenizer_name(self) -> str:
@@ -77,8 +81,7 @@ class DraftedModel(LM):
                 places = order[start : start + _WAITING * rows]
                 decoded = self.way.decode([asked[i] for i in places], self.sampling, rows)
                 for i, answer in zip(places, decoded.generations, strict=True):
-                    text = tokenizer.decode(answer.output_ids, skip_special_tokens=True)
-                    text = text.rpartition(self.session.recipe.evaluate.thinking[1])[2]
+                    text = tokenizer.decode(self.thinking.answer(answer), skip_special_tokens=True)
                     ends = (text.split(stop, 1)[0] for stop in rules[i]["until"] if stop)
                     texts[i] = min(ends, key=len, default=text)
                 bar.update(len(places))

@@ -1,7 +1,8 @@
 """`draftsmith evaluate --url` and `what-if`: running servers with and without speculation, and how they accept as a better head would."""
 
+import json
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from draftsmith.storage import check_ours
 _MARKS = REPORT_MARKS | {"result.json": r'\A\{\n  "schema_version": .*"drafters": '}
 _HERE = ("no_decode", "head", "redo", "launch", "fail_under", "junit")
 """Options of evaluate that are for the decoder here."""
-ONLY_SERVED = ("model", "report", "costs", "injected", "output")
+ONLY_SERVED = ("model", "report", "costs", "injected", "seconds", "request_seconds", "output")
 """Those that are for --url."""
 
 
@@ -69,7 +70,7 @@ def evaluate_served(own: Namespace, words: list[str]) -> int:
     for url in own.url:
         known = [session.target_path] if named else [one.model for one in servers[:1]]
         servers.append(ChatServer(url, own.model or known))
-    limits = Limits(own.request_seconds, own.seconds)
+    limits = Limits(own.request_seconds or 60.0, own.seconds or 600.0)
     tallies = take_turns(servers, chats, concurrencies, recipe.evaluate.repeats, limits)
     made = environment()
     served = Served(
@@ -102,12 +103,26 @@ def _chats(session: Session, *, ignore_end: bool) -> Iterator[Chat]:
         )
     off = {"top_p": 1, "top_k": 0, "min_p": 0}
     filters = {key: getattr(spec, key) for key in off if getattr(spec, key) != off[key]}
-    standard = {"temperature": spec.temperatures[0]} | filters
+    template = session.recipe.data.template
+    standard = (
+        {"temperature": spec.temperatures[0]} | filters | ({"chat_template_kwargs": template} if template else {})
+    )
     for one in conversations_of(session):
         most = spec.max_new_tokens_by_slice.get(one.slice, spec.max_new_tokens)
         tools = {"tools": list(one.tools)} if one.tools else {}
         end = {"ignore_eos": True} if ignore_end else {}
-        yield Chat(one.id, {"messages": list(one.prompt()), "max_tokens": most, **standard, **tools, **end})
+        yield Chat(one.id, {"messages": [*_asked(one.prompt())], "max_tokens": most, **standard, **tools, **end})
+
+
+def _asked(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield messages as servers take them: arguments of calls as JSON texts, calls with ids, and no key of training's."""
+    for place, message in enumerate(messages):
+        kept = {key: value for key, value in message.items() if key != "weight"}
+        for number, call in enumerate(calls := [{**call} for call in kept.get("tool_calls", ())]):
+            call.setdefault("id", f"call-{place}-{number}")
+            given = call["function"].get("arguments", {})
+            call["function"] = call["function"] | {"arguments": given if isinstance(given, str) else json.dumps(given)}
+        yield kept | ({"tool_calls": calls} if calls else {})
 
 
 def _read_costs(path: Path) -> CostTable | Served:

@@ -55,21 +55,14 @@ def verify(own: Namespace, words: list[str]) -> int:
         raise UserError("--prompts goes with --served alone: an engine is asked for the bundle's own prompts.")
     if own.weights is not None and (own.served is None or own.weights not in BITS):
         raise UserError(f"--weights is {own.weights}: give one of {', '.join(BITS)}, with --served.")
+    files = ("target", "home", "gguf_pre")
+    if own.url is not None and (idle := next((name for name in files if getattr(own, name)), None)):
+        raise UserError(
+            f"--{idle.replace('_', '-')} is for an engine that is started here, and --url names a running one: leave it out."
+        )
     if own.served is not None:
         return _swap(own, export, bundle)
-    if own.url is not None:
-        names = [own.model] if own.model else [bundle.target, export.absolute().name]
-        server = AskedServer(own.url, names)
-        engine, seen, end_ids = server.engine, server.ask_all(bundle), tuple[int, ...]()
-    elif own.engine not in ENGINES:
-        raise UserError(f"--engine is {own.engine}: choose {' or '.join(ENGINES)}; ask others by --url.")
-    elif own.home is None or own.target is None:
-        raise UserError(
-            "--engine starts an engine, so give --home FOLDER, where it is installed (vLLM's environment, or a built llama.cpp tree), and "
-            "--target FOLDER, the target's files."
-        )
-    else:
-        engine, seen, end_ids = start_and_ask(export, bundle, own.engine, own.home, own.target, own.gguf_pre)
+    engine, seen, end_ids = _ask(own, export, bundle)
     verdict = diagnose(bundle, seen, end_ids)
     hidden = not_told(bundle, seen, end_ids) if verdict.right else ()
     told = seen[0]
@@ -89,6 +82,26 @@ def verify(own: Namespace, words: list[str]) -> int:
         facts |= {"looks_the_same": hidden, **asdict(verdict), "sentence": verdict.sentence}
         write_json(own.output, facts | {"seen": [asdict(one) for one in seen]} | environment_json())
     return 0 if verdict.right else DIFFERS
+
+
+def _ask(own: Namespace, export: Path, bundle: Bundle) -> "Answered":
+    """Ask the server of --url, or the engine of --engine, which is started."""
+    if own.url is not None:
+        known_as = own.model or bundle.served_as
+        server = AskedServer(own.url, [known_as] if known_as else [bundle.target, export.absolute().name])
+        return server.engine, server.ask_all(bundle), ()
+    if own.engine not in ENGINES:
+        raise UserError(f"--engine is {own.engine}: choose {' or '.join(ENGINES)}; ask others by --url.")
+    if bundle.served_as:
+        raise UserError(
+            f"{export} drafts for a target with an adapter, which --engine does not start: start it as its README says, and give verify its --url."
+        )
+    if own.home is None or own.target is None:
+        raise UserError(
+            "--engine starts an engine, so give --home FOLDER, where it is installed (vLLM's environment, or a built llama.cpp tree), and "
+            "--target FOLDER, the target's files."
+        )
+    return start_and_ask(export, bundle, own.engine, own.home, own.target, own.gguf_pre)
 
 
 VLLM, LLAMA_CPP = ENGINES = ("vllm", "llama.cpp")

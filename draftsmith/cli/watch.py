@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pkgutil import resolve_name
+from typing import Any
 
 from draftsmith.cli.boundary import put
 from draftsmith.cli.ledger import read_measures
@@ -16,6 +17,7 @@ from draftsmith.eval.results.result import Measures, Result
 from draftsmith.eval.watch.follow import ALL, Event, FileSource, Position, ServerSource, Source
 from draftsmith.eval.watch.keep import Keeper, Redact
 from draftsmith.eval.watch.sequential import FALL, HIGH, LARGEST, LOW, WITHIN, Watched, limit, share_of
+from draftsmith.fields import LATER
 from draftsmith.foreign.records import read_current
 from draftsmith.foreign.server import ModelServer, ServerError
 from draftsmith.foreign.text import read_json
@@ -32,11 +34,12 @@ _MARK = "draftsmith_watch_"
 
 @dataclass
 class State:
-    """What a watch knows, in its file. source: what it follows."""
+    """What a watch knows, in its file. source: what it follows. asked: options that a watch keeps, as clock and baseline are theirs."""
 
     source: str
     position: Position = field(default_factory=Position)
     slices: dict[str, Watched] = field(default_factory=dict)
+    asked: dict[str, Any] = field(default_factory=dict, metadata=LATER)
     schema_version: int = 1
 
 
@@ -54,11 +57,16 @@ def watch(own: Namespace, words: list[str]) -> int:
             if names := [own.model] if own.model else [result[2].target.path] if result else []:
                 server.find_model(names, "say with --model how the server calls it")
             source = ServerSource(server)
+        asked = {"per_day": own.per_day, "baseline": own.baseline, "tag": own.tag if own.records is not None else None}
         if state is None:
-            state = State(source.name)
+            state = State(source.name, asked=asked)
         elif state.source != source.name:
             raise UserError(
                 f"{own.state} is about {state.source}, not {source.name}: name another file with --state, or remove it to begin anew."
+            )
+        elif changed := next((key for key, value in state.asked.items() if asked.get(key, value) != value), None):
+            raise UserError(
+                f"--{changed.replace('_', '-')} is {asked[changed]}, but {own.state} was begun with {state.asked[changed]}: give the same, {again}."
             )
         source.position = state.position
         keeper = _keeper(own)

@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from draftsmith.estimate.figures import Estimate
-from draftsmith.eval.clocks.costs import REPEATS, WARM_UP, pass_sizes, repeats_within
+from draftsmith.eval.clocks.costs import IN_A_ROW, REPEATS, SECONDS, WARM_UP, caches_of, pass_sizes, repeats_within
 from draftsmith.eval.clocks.turns import FEW
 from draftsmith.eval.drafters.system import is_simulated, tree_kind
 from draftsmith.eval.simulate.answers import SIMULATED_BATCH
@@ -147,17 +147,22 @@ class EvaluationEstimate:
         given, target = estimate.given, estimate.target
         contexts = spec.plan_contexts or [given.prompt, int(estimate.context), given.prompt + spec.max_new_tokens]
         largest = max([9, *(size for way in ways for size in self._sizes(way))])
+        samplings = len({t > 0 for t in spec.temperatures})
         total = 0.0
         for batch in {*spec.plan_batches, spec.batch}:
             for context in contexts:
                 # As `fits_in_memory` has it.
-                held = batch * (context + 64) * ((3 + len(ways)) * target.kv_bytes + 8 * target.hidden * self._itemsize)
+                caches = caches_of(samplings, len(ways)) * target.kv_bytes
+                held = batch * (context + 64) * (caches + 8 * target.hidden * self._itemsize)
                 if batch > 1 and held > given.device.memory / 2:
                     continue
-                sizes = [*pass_sizes(batch, largest), 1, *(way.nodes for way in ways)]
+                # Of every round as many in a row, and one before them.
+                rounds = samplings * (1 + IN_A_ROW) * [1, *(way.nodes for way in ways)]
+                sizes = [*pass_sizes(batch, largest), *rounds]
                 once = sum(estimate.pass_seconds(batch, n, context, self._itemsize) for n in sizes)
-                read = (2 + 3 * len(ways)) * estimate.seconds(batch * target.forward_flops(context))
-                total += read + (1 + 2 * WARM_UP + repeats_within(1.0, once)) * once
+                reads = 1 + 2 * len(ways) + samplings * (1 + len(ways))
+                read = reads * estimate.seconds(batch * target.forward_flops(context))
+                total += read + (1 + 2 * WARM_UP + repeats_within(SECONDS, once)) * once
         return total
 
 

@@ -5,7 +5,7 @@ Symbols: S conversations, p and a tokens of a prompt and of an answer, H target 
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from draftsmith.data.features.store import estimate_bytes
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost, TextCost
 from draftsmith.heads.registry import find_method
-from draftsmith.machine import Clocks, available_memory
+from draftsmith.machine import Clocks, available_memory, memory_of
 from draftsmith.recipe.schema import CHECKPOINTS, Recipe
 from draftsmith.target.shape import TargetShape
 
@@ -86,8 +86,10 @@ def device_here(device: str) -> Device:
     """Return the row of the table for torch's device, a GPU by the name that it gives itself, else a device to be measured."""
     if device != "cpu":
         calls_itself = torch.cuda.get_device_name(device).lower().replace(" ", "")
-        if (row := next((row for name, row in DEVICES.items() if name in calls_itself), None)) is not None:
-            return row
+        row = next((row for name, row in DEVICES.items() if name in calls_itself), None)
+        # A part of one, or one for laptops, is slower than its name says.
+        if row is not None and not any(part in calls_itself for part in ("mig", "laptop")):
+            return replace(row, memory=min(row.memory, float(memory_of(device))))
     return Device(device, 0.0, 0.0, float(available_memory(torch.device(device))))
 
 
@@ -242,13 +244,13 @@ class Estimate:
 
     @property
     def train_seconds(self) -> float:
-        """Seconds of training, which all GPUs share, and of the evaluations on the held-out answers, which one GPU makes: forward
-        passes alone take a third of the FLOPs."""
+        """Seconds of training and of the evaluations on the held-out answers, which all GPUs share: forward passes alone take a third of
+        the FLOPs."""
         spec, data = self.recipe.train, self.recipe.data
-        heldout = self.train_flops / self.seen_tokens * data.heldout * (self.given.prompt + self.given.answer) / 3
         looks = min(spec.evaluations, self.steps)
-        own = self.train_pass_seconds(self.train_flops / self.given.gpus + looks * heldout)
-        online = self.online_flops if self.recipe.features.source == "online" else 0.0
+        looked_at = looks * data.heldout * (self.given.prompt + self.given.answer) / self.seen_tokens
+        own = self.train_pass_seconds(self.train_flops * (1 + looked_at / 3) / self.given.gpus)
+        online = self.online_flops * (1 + looked_at) if self.recipe.features.source == "online" else 0.0
         return own + self.seconds(online) / self.given.gpus
 
     def train_pass_seconds(self, flops: float) -> float:

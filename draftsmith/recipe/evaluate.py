@@ -132,6 +132,8 @@ class EvaluateSpec(FilterSpec):
 
     prompts: list[str] = field(default_factory=list)
     """Prompt sets (JSONL with id, slice, messages); empty takes those that come with the target `embedded`."""
+    split: str = field(default="train", metadata=LATER)
+    """Which split of the Hub data sets in `prompts` is read."""
     per_slice: int | None = field(default=None, metadata=within(1, 10**6))
     """Prompts per slice; None takes all."""
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0], metadata=TEMPERATURE)

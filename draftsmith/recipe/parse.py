@@ -212,6 +212,8 @@ def _tidy(where: str, content: dict[str, Any], hints: Mapping[str, Any], group: 
                 raise UserError(f"{where}{name} is {shown(value)}, but it is a section: indent its keys below.")
             kept[key] = _tidy(where, value, get_type_hints(hint), f"{name}.")
             continue
+        if name == "train.precision" and value is False:
+            value = "no"  # which YAML reads as false
         if value is None and hint not in (None, Any) and type(None) not in get_args(hint):
             raise UserError(f"{where}{name} is null, which it cannot be: leave the key out for its default.")
         if name in _ITEMS and isinstance(value, list) and (odd := [one for one in value if not isinstance(one, dict)]):
@@ -225,13 +227,14 @@ def _no_mapping(key: str, item: Any) -> str:
 
 
 def _option(argv: list[str], name: str) -> str | None:
-    """Return the value of a `--name value` or `--name=value` option, which is needed before parsing."""
-    for i, word in enumerate(argv):
-        if word == name and i + 1 < len(argv):
-            return argv[i + 1]
-        if word.startswith(name + "="):
-            return word.split("=", 1)[1]
-    return None
+    """Return the value of a `--name value` or `--name=value` option, which is needed before parsing; the last, as of every key."""
+    found = None
+    for word, after in pairwise((*argv, None)):
+        assert word is not None
+        key, equals, value = word.partition("=")
+        if key == name:
+            found = value if equals else found if after is None else after
+    return found
 
 
 def _where(path: str | None) -> str:

@@ -50,15 +50,15 @@ KNOWN = {
     "answers": r"answers\.jsonl(\.partial|\.more|\.part-\d+-\d+)?",
     "features": r"features/(index\.json|target\.safetensors|(shards|samples|names|ids|masks|checksums)\.bin|shard-\d{5,}\.safetensors)",
     "train": r"train/(best|adapter|step_\d+(\.tmp)?|summary\.json|(metrics|dashboards)\.jsonl|(wandb|trackio|mlflow)(_id)?|tensorboard)",
-    "evaluate": r"evaluation/(t[\d.]+|report\.html|report\.md|costs\.json|plan\.json|routing\.json|settings)",
-    "simulate": r"simulation/(t[\d.]+|report\.html|report\.md)",
+    "evaluate": r"evaluation/(t[\d.e+-]+|report\.html|report\.md|costs\.json|plan\.json|routing\.json|settings)",
+    "simulate": r"simulation/(t[\d.e+-]+|report\.html|report\.md)",
     "export": "export/(" + "|".join(map(re.escape, (*layouts(), *FOLDERS.values()))) + ")",
 }
 """What each stage makes, as paths in the run directory: files, and folders that are its own with all that is in them."""
 
 INSIDE = re.compile(
     r"train/(?!best/).*|train/best/(config\.json|model\.safetensors)"
-    r"|(evaluation|simulation)/t[\d.]+/(result\.json|parts\.journal)"
+    r"|(evaluation|simulation)/t[\d.e+-]+/(result\.json|parts\.journal)"
     rf"|evaluation/settings/[^/]+/({'|'.join(map(re.escape, NAMES))})"
     r"|export/[^/]+/(README\.md|parity/bundle\.json|(merges|vocab|added_tokens)\.txt|[^/.][^/]*\.(json|safetensors|gguf|pt|bin|jinja|model|py))"
 )

@@ -84,7 +84,8 @@ def answers_stage(session: Session) -> Path | None:
     def begin() -> bool:
         inputs = answer_inputs(session)
         # Only where some are named is it looked up twice whether the answers are there: a finished run needs no server.
-        asked = spec.servers if spec.servers and not session.data.holds("answers", inputs) else []
+        anew = spec.servers and ("answers" in session.redo or not session.data.holds("answers", inputs))
+        asked = spec.servers if anew else []
         if asked and session.recipe.target.tensor_parallel > 1:
             raise UserError(
                 f"target.tensor_parallel is {session.recipe.target.tensor_parallel}, but one process compares the answers of answers.servers "
@@ -193,7 +194,8 @@ def _grow(session: Session, stage: str, inputs: dict[str, Any], keys: set[str]) 
     changed = set() if stage in session.redo or not world().main else set(run.changed(stage, inputs))
     if not changed or not changed <= keys:
         return
-    if run is session.run and run.record("train") is not None and "train" not in session.redo:
+    trained = run is session.run and run.record("train") is not None and run.has_work("train")
+    if trained and "train" not in session.redo:
         if other := run.maker(stage):
             raise UserError(
                 f"The {stage} in {run.path} are now those of the run in {other} ({run.describe_changes(stage, inputs)}), which shares them: the head "
@@ -215,9 +217,9 @@ def answers_file(session: Session) -> Path:
 
 
 def load_samples(session: Session, answers: Path | None, count: int | None = None) -> list[Tokenized]:
-    """Return the samples that the head learns from, `count` of them at most, and say what was left out; makes nothing.
+    """Return the samples that the head learns from, and say what was left out; makes nothing.
 
-    answers: the file that `answers_stage` returned; None tokenizes the conversations of the data as they are.
+    answers: the file that `answers_stage` returned; None tokenizes the conversations of the data as they are, the first `count` of them.
     """
     data = session.recipe.data
     limit = min(data.max_length, session.target.context_length)
@@ -234,18 +236,33 @@ def load_samples(session: Session, answers: Path | None, count: int | None = Non
     else:
         tokenized = read_answers(answers, max_length=limit, on_too_long=data.on_too_long)
     say(f"data: {tokenized.stats}", once=True)
-    return tokenized.samples[:count]
+    return tokenized.samples
 
 
 def samples_at_hand(session: Session, count: int) -> list[Tokenized]:
-    """Return samples to look at: of the recipe's own answers where these are finished, else of the data as they are."""
+    """Return `count` samples to look at: of the recipe's own answers where these are finished, else of the data as they are, of which
+    no more is read than that takes; none where data for the target to answer hold no answers yet."""
     own = session.recipe.answers.regenerate
     finished = own and session.data.holds("answers", answer_inputs(session))
-    if own and not finished:
-        say(
-            "answers.regenerate is true, but the target's own answers are not made yet: those of the data stand here for them"
-        )
-    return load_samples(session, answers_file(session) if finished else None, count)
+    if finished:
+        return load_samples(session, answers_file(session))[:count]
+    whole = len(session.conversations)
+    for some in (count, 100 * count, whole):
+        try:
+            samples = load_samples(session, None, min(some, whole))[:count]
+        except UserError as error:
+            if some < whole:
+                continue
+            if not own:
+                raise
+            samples, why = [], f", and the data hold none to show ({str(error).rstrip('.')})"
+        else:
+            why = ": those of the data stand here for them"
+        if len(samples) == count or some >= whole:
+            break
+    if own:
+        say(f"answers.regenerate is true, but the target's own answers are not made yet{why}")
+    return samples
 
 
 def stored_samples(session: Session) -> StoredSamples | None:
@@ -329,12 +346,12 @@ def head_layers(session: Session) -> tuple[int, ...]:
 def stored_layers(session: Session) -> tuple[int, ...]:
     """Return the layers to store: those that the recipe names, else those that the head reads.
 
-    A finished store that holds more than the head reads (another recipe's, in a shared data_dir) is taken as it is.
+    A store that holds more than the head reads (another recipe's, in a shared data_dir), finished or not, is taken as it is.
     """
     if session.recipe.features.layer_ids is not None:
         return tuple(session.recipe.features.layer_ids)
     needed, known = head_layers(session), session.data.record("features")
-    if known and known.state == "done" and "features" not in session.redo:
+    if known and known.there and "features" not in session.redo:
         present = tuple(known.inputs.get("layer_ids", ()))
         return present if set(needed) <= set(present) else needed
     return needed

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.data.conversations.load import Conversation
+from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import TABLE_MARK, write_cost_table
 from draftsmith.eval.drafters.system import SystemUnderTest
 from draftsmith.eval.engines.server import TOKENS, MeasuredServer, measure_served
@@ -75,7 +76,11 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
 
     def report() -> None:
         results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
-        past = read_history(run) if session.named_head is None else None
+        past = None
+        try:
+            past = read_history(run) if session.named_head is None else None
+        except UserError as error:  # a damaged log costs no result
+            say(f"warning: {error}")
         with session.run.writing():
             priced = plan_stage(
                 results, costs, folder, recipe.export, spec.price_per_hour, past, run=run, again=session.again

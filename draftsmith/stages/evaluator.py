@@ -4,7 +4,7 @@ costs -> draft lengths to time -> texts decoded in turns -> texts simulated and 
 answers of the target -> texts simulated and judged -> result
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -57,9 +57,9 @@ class Evaluation:
 
     def judge(self, generation: Generation) -> dict[str, bool]:
         """Return whether an answer is right and whether it is JSON, as far as that can be told."""
-        text, request = self.tokenizer.decode(generation.output_ids, skip_special_tokens=True), generation.request
-        reference = self.prompts.conversations[request.sample_id].reference
-        return judge_answer(text, request.slice, reference, self.recipe.evaluate.thinking[1])
+        text = self.tokenizer.decode(self.thinking.answer(generation), skip_special_tokens=True)
+        reference = self.prompts.conversations[generation.request.sample_id].reference
+        return judge_answer(text, generation.request.slice, reference)
 
 
 def decode_drafters(
@@ -276,7 +276,18 @@ def _examples(evaluation: Evaluation, name: str, texts: Sequence[Text]) -> list[
         for round_ in g.rounds:
             positions += [*range(round_.accepted), None]
         # Where the text ended on an accepted draft, the last round has no token of the target's own.
-        pairs = zip(g.output_ids, positions, strict=False)
-        pieces = tuple(Piece(evaluation.tokenizer.decode([token]), position) for token, position in pairs)
-        examples.append(Example(name, slice_name, text, pieces))
+        pairs = zip(_spelled(evaluation.tokenizer, g.output_ids), positions, strict=False)
+        examples.append(Example(name, slice_name, text, tuple(Piece(*pair) for pair in pairs)))
     return examples
+
+
+def _spelled(tokenizer: Any, ids: Sequence[int]) -> Iterator[str]:
+    """Yield what each token adds to the text: alone it may lose a space, or hold a part of a character, which stands with the token
+    that ends it."""
+    shown = ""
+    for n in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False)
+        if n < len(ids) and text.endswith("\ufffd"):
+            text = shown
+        yield text[len(shown) :]
+        shown = text

@@ -1,6 +1,7 @@
 """The stage that exports a trained head: it writes the directory that a serving engine loads."""
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from draftsmith.heads.checkpoint import check_replaceable
 from draftsmith.heads.export.export import convert_head, export_head, replaced_files
 from draftsmith.heads.export.readme import README, open_with
 from draftsmith.heads.export.tuned import FOLDERS, replaceable, write_adapter, write_merged
-from draftsmith.heads.formats.engines import ENGINES, Adapter
+from draftsmith.heads.formats.engines import ADAPTER_NAME, ENGINES, Adapter
 from draftsmith.heads.formats.layout import default_layout, find_layout, layouts_of, version_notice
 from draftsmith.heads.formats.recognise import head_digest, load_head
 from draftsmith.heads.formats.schema import target_reference
@@ -164,12 +165,15 @@ def _write_parity(session: Session, target: Target, layout: str, folder: Path, h
     except UserError as error:  # an export needs neither prompts nor a tokenizer
         lacks, bundle = str(error).rstrip("."), None
     else:
-        plain = {name: c.prompt() for name, c in prompts.conversations.items() if not c.tools}
+        # Where a template prints the date, a server makes other tokens of the same messages tomorrow.
+        same = () if session.dated else prompts.conversations.items()
+        plain = {name: c.prompt() for name, c in same if not c.tools}
         bundle = make_bundle(target, head, prompts.requests, tokens, plain, layout)
     if bundle is None:
         session.warn(f"the export has no parity bundle for draftsmith verify: {lacks}.")
     else:
-        write_bundle(folder, bundle)
+        served_as = ADAPTER_NAME if session.recipe.export.adapter == "keep" else ""
+        write_bundle(folder, replace(bundle, template=session.recipe.data.template, served_as=served_as))
 
 
 def _planned(session: Session, method: str) -> tuple[tuple[int, int, int], ...]:

@@ -58,7 +58,7 @@ def read_conversations(spec: EvaluateSpec, files: Sequence[str]) -> list[Convers
     """Return the conversations of prompt files, `per_slice` of each slice. Raises UserError for slices that have no such name."""
     chosen: list[Conversation] = []
     seen: Counter[str] = Counter()
-    for conversation in load_conversations(files):
+    for conversation in load_conversations(files, split=spec.split):
         if conversation.slice == OVERALL:
             raise UserError(
                 f"evaluate.prompts: the prompt {conversation.id} is in a slice named {OVERALL}, which is what all slices "

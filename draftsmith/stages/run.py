@@ -110,7 +110,7 @@ class RunDirectory:
     def check_unchanged(self, stage: str, inputs: dict[str, Any]) -> None:
         """Raise UserError, which names the settings that changed, where a stage's files were made from other inputs."""
         flat, known = flat_inputs(inputs), self.record(stage)
-        if known is None or known.fingerprint == fingerprint(flat) or not self._has_work(stage):
+        if known is None or known.fingerprint == fingerprint(flat) or not self.has_work(stage):
             return
         if other := self.maker(stage):
             raise UserError(
@@ -136,7 +136,7 @@ class RunDirectory:
     def changed(self, stage: str, inputs: dict[str, Any]) -> list[str]:
         """Return the inputs that changed since a stage left work here; none where it left none."""
         flat, known = flat_inputs(inputs), self.record(stage)
-        return differing(known.inputs, flat) if known is not None and self._has_work(stage) else []
+        return differing(known.inputs, flat) if known is not None and self.has_work(stage) else []
 
     def grow(self, stage: str, inputs: dict[str, Any]) -> None:
         """Mark a stage as running with other data, and set aside what it made of earlier ones, for `kept`."""
@@ -228,7 +228,7 @@ class RunDirectory:
         paths = sorted(at / path.name for at, folder in looked if folder.is_dir() for path in folder.iterdir())
         return [path for path in paths if known.fullmatch(path.relative_to(self.path).as_posix())]
 
-    def _has_work(self, stage: str) -> bool:
+    def has_work(self, stage: str) -> bool:
         """Return whether a stage left files that took work: a training that failed before its first checkpoint did not."""
         if stage == "train":
             return any(self.path.glob("train/best")) or any(self.path.glob("train/step_*"))
@@ -321,7 +321,7 @@ class RunDirectory:
             return
         records = self._read()
         for redo, root in records.items():
-            if root.redo != redo or root.state == "done" or (root.state == "running" and self._has_work(redo)):
+            if root.redo != redo or root.state == "done" or (root.state == "running" and self.has_work(redo)):
                 continue
             if root.state == "running":
                 for path in self._files_of(redo):  # logs, which are no work

@@ -348,6 +348,10 @@ def choose_device(named: str) -> str:
                 f"LOCAL_RANK is {here.local_rank}, but torch sees {torch.cuda.device_count()} GPU(s) here: start as many processes "
                 "as there are GPUs."
             )
+    elif device.startswith("cuda:") and here.size > 1 and device != f"cuda:{here.local_rank}":
+        raise UserError(
+            f"target.device is {device!r}, but {here.size} processes have a GPU each: set it to cuda, which gives each its own."
+        )
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"target.device is {device!r} but torch sees no GPU here: use cpu, or run `draftsmith doctor`.")
     if device.startswith("cuda:"):

@@ -44,6 +44,7 @@ from draftsmith.heads.formats.recognise import head_digest
 from draftsmith.heads.registry import find_method
 from draftsmith.machine import command_line, environment
 from draftsmith.progress import say
+from draftsmith.recipe.record import differing, flat_inputs, tell_changes
 from draftsmith.stages.data import answer_inputs, answers_file, load_samples
 from draftsmith.stages.drafters import load_fitting
 from draftsmith.stages.session import Session
@@ -213,6 +214,9 @@ def _by_slice(ways: dict[str, Spent], slices: Sequence[str], alone_ms: float) ->
     """Return what each way to draft brings, over the target alone overall and on each slice's answers."""
     groups = {"overall": np.ones(len(slices), bool)}
     groups |= {name: np.array([one == name for one in slices]) for name in dict.fromkeys(slices)}
+    groups = {
+        name: inside_S for name, inside_S in groups.items() if next(iter(ways.values())).some(inside_S).tokens_S.sum()
+    }
     return {
         name: {
             "tau": way.tau,
@@ -342,6 +346,19 @@ def _held_out(session: Session) -> list[Tokenized]:
             f"data.heldout is {recipe.data.heldout}, but the head was trained with {count}, so it has seen some of these answers: "
             f"set it to {count}."
         )
+    if trained:
+        # Of other samples others are held out.
+        now = flat_inputs({} if recipe.answers.regenerate else answer_inputs(session))
+        now |= {"data.on_too_long": recipe.data.on_too_long, "train.row_tokens": recipe.train.row_tokens}
+        now = {key: value for key, value in now.items() if key in trained.inputs}
+        if differing({key: trained.inputs[key] for key in now}, now):
+            changes = tell_changes(
+                {key: trained.inputs[key] for key in now}, now, trained.recipe, flat_inputs(asdict(recipe))
+            )
+            raise UserError(
+                f"The head was trained with other data ({changes}), so it may have learned from some of the answers that would be held out: "
+                "search with the recipe that it was trained with."
+            )
     samples = load_samples(session, answers)
     return [samples[i] for i in split_samples(session, samples)[1]]
 

@@ -98,7 +98,8 @@ class PlainPass:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether the parts of a layer are those of its architecture; quantized ones and adapters need not be linear layers at all."""
+    """Whether the parts of a layer are those of its architecture; quantized ones and adapters need not be linear layers at all, nor
+    their weights plain tensors."""
     attention, mlp = layer.self_attn, layer.mlp
     products = (
         attention.q_proj,
@@ -109,7 +110,10 @@ def _is_plain(layer: Any) -> bool:
         mlp.up_proj,
         mlp.down_proj,
     )
-    plain = all(type(part) in (nn.Linear, PackedLinear) for part in products)
+    plain = all(
+        type(part) is PackedLinear or (type(part) is nn.Linear and type(part.weight) is nn.Parameter)
+        for part in products
+    )
     return plain and type(attention).__module__ == type(mlp).__module__ == type(layer).__module__
 
 

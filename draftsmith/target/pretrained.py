@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.utils import cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from draftsmith.errors import UserError, first_line, why_not
 from draftsmith.foreign.code import foreign_code, why_offline
@@ -164,6 +165,8 @@ def weights_directory(path: str) -> Path:
         with foreign_code(f"Cannot fetch the weights of the target {path}", "check its name and the network"):
             for name in ("model.safetensors", "model.safetensors.index.json"):
                 if weights := cached_file(path, name, _raise_exceptions_for_missing_entries=False):
+                    if name != "model.safetensors":
+                        get_checkpoint_shard_files(path, weights)
                     # Code that reads the folder later (identity, mask tokens) must find the same files every time.
                     for other in TOKENIZER_FILES:
                         cached_file(

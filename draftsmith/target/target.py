@@ -325,9 +325,8 @@ def context_of(config: Any) -> int | None:
 
 def describe_context(config: Any) -> str:
     """Return `context_of` in words, with the reason where that is not the length which the configuration names."""
-    length = context_of(config)
-    if length == _named_context(config):
-        return str(length)
+    if not (length := shortened(config)):
+        return str(context_of(config))
     return f"{length} (past that all its rotary frequencies change, those of cached keys too, so nothing can be verified exactly)"
 
 
@@ -336,6 +335,12 @@ def _named_context(config: Any) -> int | None:
         if isinstance(length := getattr(config, name, None), int):
             return length
     return None
+
+
+def shortened(config: Any) -> int:
+    """Return `context_of` where that is not the length which the configuration names, else 0."""
+    length = context_of(config)
+    return 0 if length is None or length == _named_context(config) else length
 
 
 def steady_positions(config: Any) -> int | None:

@@ -167,6 +167,9 @@ def view_of(model: nn.Module) -> Any:
     """Return a copy of the modules of `model` that shares its tensors; attributes set on it do not change `model`."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     memo |= {id(b): b for b in model.buffers()}
+    # What a head keeps of its target outside its modules.
+    kept = (*getattr(model, "_target_head", ()), *getattr(model, "_tuned", ()), getattr(model, "merged", None))
+    memo |= {id(one): one for one in kept if one is not None}
     return copy.deepcopy(model, memo)
 
 

@@ -291,9 +291,13 @@ def judge_greedy(system: str, found: Lossless) -> Greedy:
     budget = max(CLOSE, 2 * logit_step(found.dtype))
     gaps = [d.logit_gap for d in found.first_divergences]
     widest = max((abs(gap) for gap in gaps if gap is not None), default=0.0)
-    unlike = sum(gap is None or abs(gap) > budget for gap in gaps)
-    far = f"answers part where the logits are up to {widest:.3g} apart, above {budget:.2g}"
-    reasons = (f"{unlike} of {found.checked} greedy {far}",) if unlike else ()
+    parts = {
+        f"the logits are up to {widest:.3g} apart, above {budget:.2g}": sum(
+            abs(g) > budget for g in gaps if g is not None
+        ),
+        "one has ended, or the other server does not tell how likely the token is": gaps.count(None),
+    }
+    reasons = tuple(f"{n} of {found.checked} greedy answers part where {where}" for where, n in parts.items() if n)
     reasons = reasons if found.checked else ("no greedy answer was compared",)
     return Greedy(system, found.checked, found.equal, budget, widest, found.first_divergences, reasons)
 
@@ -337,7 +341,9 @@ def page(certificate: Certificate) -> str:
         lines.append(f"- and {more} more, in the .json file")
     lines += [""] * bool(certificate.reasons)
     for one in certificate.greedy:
-        parted = f"; the others part at gaps of at most {one.widest:.2g} (allowed: {one.budget:.2g})"
+        known = any(d.logit_gap is not None for d in one.divergences)
+        gaps = f"gaps of at most {one.widest:.2g}" if known else "unknown gaps"
+        parted = f"; the others part at {gaps} (allowed: {one.budget:.2g})"
         equal = count_equal(one.checked, one.equal, about["dtype"], "the target's own")
         lines += [f"{one.system}: {equal}, token for token{parted if one.equal < one.checked else ''}.", ""]
     lines += [

@@ -38,7 +38,9 @@ _FEWER = (1, 2, 3, 5, 9, 17, 33, 64)
 """The same at larger batches."""
 _ROUNDS = 12
 """Rounds of an answer whose rounds are timed whole, at least, and how many of them in a row, behind one that is not timed."""
-_IN_A_ROW = 3
+IN_A_ROW = 3
+SECONDS = 1.5
+"""In which a place of a table is timed again and again."""
 _SAMPLED = "sampled "
 """What begins the names of steps above temperature 0 where they are timed at temperature 0, too."""
 
@@ -82,7 +84,7 @@ def measure_table(
     places: Set[tuple[int, int]],
     command: str,
     kept: CostTable | None = None,
-    seconds: float = 1.5,
+    seconds: float = SECONDS,
 ) -> CostTable:
     """Time target passes and drafts at every (batch, context) of `places` that fits in memory; the text is `context_ids`, repeated.
 
@@ -105,7 +107,7 @@ def measure_table(
             bar.set_postfix_str(f"batch {rows}, context {context}")
             too_large.add((rows, context))
             # The target alone and every drafter have answers under way while passes are timed.
-            if not timed or fits_in_memory(target, rows, context, 2 + len(samplings) * (1 + len(systems))):
+            if not timed or fits_in_memory(target, rows, context, caches_of(len(samplings), len(systems))):
                 try:
                     timed[rows, context] = measure(rows, context)
                     too_large.remove((rows, context))
@@ -130,6 +132,11 @@ def measure_table(
     table = table.only(places)
     # What was held up shows against the other places, and may no longer be.
     return table.settled(measure, missing)
+
+
+def caches_of(samplings: int, drafters: int) -> int:
+    """Return how many caches are there while a place of the table is timed."""
+    return 2 + samplings * (1 + drafters)
 
 
 def fits_in_memory(target: Target, rows: int, context: int, caches: int = 2) -> bool:
@@ -204,7 +211,7 @@ class _Rounds:
     def __init__(
         self, target: Target, drafter: Drafter, ids: Sequence[int], rows: int, sampling: Sampling, typical: Any
     ) -> None:
-        self._at_once = (1 + _IN_A_ROW) * (drafter.num_speculative_tokens + 1)
+        self._at_once = (1 + IN_A_ROW) * (drafter.num_speculative_tokens + 1)
         tokens = 1 + max(_ROUNDS * (drafter.num_speculative_tokens + 1), self._at_once)
         room = target.context_length - len(ids) - drafter.max_nodes
         limit = max(2, min(tokens, room))
@@ -223,7 +230,7 @@ class _Rounds:
     def __call__(self) -> None:
         assert self._loop is not None
         self.rounds = 0
-        while self.rounds < _IN_A_ROW and not any(answer.finish_reason for answer in self._loop.rows):
+        while self.rounds < IN_A_ROW and not any(answer.finish_reason for answer in self._loop.rows):
             self._loop.round()
             self.rounds += 1
 

@@ -155,6 +155,7 @@ class GenerateSystem:
         options: dict[str, object] = {
             "do_sample": not sampling.greedy,
             "num_beams": 1,
+            "use_cache": True,
             "repetition_penalty": sampling.repetition_penalty,
             "eos_token_id": list(eos_ids) or None,
             "pad_token_id": (eos_ids or (0,))[0],
@@ -168,6 +169,7 @@ class GenerateSystem:
         if self.assistant is not None:
             # Read from the assistant alone: what `generate` is given for it is ignored.
             config = self.assistant.model.generation_config
+            config.use_cache = True
             config.num_assistant_tokens = self.num_speculative_tokens
             config.num_assistant_tokens_schedule = "constant"
             config.assistant_confidence_threshold = self.confidence

@@ -17,6 +17,11 @@ from draftsmith.foreign.text import parse_json, read_text
 
 TENSORRT, BENCH = "TensorRT-LLM", "Spec-Bench"
 _PER_ANSWER = "--per-request-spec-decode-metrics summary of `vllm serve` (--per-request-spec-decode-stats in other versions), off by default"
+_GIVE = (
+    f"give the answers or statistics of one engine as JSON, as it sends them: vLLM's with {_PER_ANSWER}; SGLang's with meta_info; "
+    "TensorRT-LLM's with per_request_spec_decode_stats, or its iteration statistics; llama.cpp's with timings; Spec-Bench's answer files."
+)
+NO_COUNTS = f"tells of no drafts: {_GIVE}"
 _MOST_TOKENS = 2**40
 _LONGEST = 2**13
 """Tokens of the longest draft."""
@@ -64,11 +69,8 @@ def _records(text: str, where: str) -> Told:
     found = [told for record in records for told in read_record(record, where)]
     engines = {engine for engine, _ in found}
     if len(engines) != 1:
-        what = f"mixes answers of {' and '.join(sorted(engines))}" if engines else "tells of no drafts"
         raise UserError(
-            f"{where} {what}: give the answers or statistics of one engine as JSON, as it sends them: vLLM's with {_PER_ANSWER}; "
-            "SGLang's with meta_info; TensorRT-LLM's with per_request_spec_decode_stats, or its iteration statistics; llama.cpp's with "
-            "timings; Spec-Bench's answer files."
+            f"{where} mixes answers of {' and '.join(sorted(engines))}: {_GIVE}" if engines else f"{where} {NO_COUNTS}"
         )
     counts = tuple(one for _, one in found)
     iterations = any("specDecodingStats" in record for record in records if isinstance(record, dict))

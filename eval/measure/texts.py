@@ -33,6 +33,8 @@ from draftsmith.target.target import Target
 Judge = Callable[[Generation], Mapping[str, bool]]
 """What can be told of an answer: see `judge_answer`."""
 
+_PIECE = 1024
+"""Tokens whose logits are there at once."""
 _COUNTS = {"exact_match": "referenced", "valid_json": "json_answers"}
 _NUMBER = re.compile(r"(?<!\d)-?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
 _FENCE = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
@@ -202,8 +204,7 @@ def perplexities(target: Target, generations: Sequence[Generation]) -> dict[str,
     A repetitive text has a low perplexity too: compare with the target's own texts at the same sampling setting.
     """
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for generation, logits_RV in _answer_logits(target, generations):
-        ids_R = torch.tensor(generation.output_ids, device=logits_RV.device)
+    for generation, ids_R, logits_RV in _answer_logits(target, generations):
         losses_R = torch.nn.functional.cross_entropy(logits_RV, ids_R, reduction="none")
         _add(sums, generation, [float(losses_R.double().sum()), len(ids_R)])
     return {scope: exp(total / count) for scope, (total, count) in sums.items() if count}
@@ -216,7 +217,7 @@ def compare_targets(original: Target, tuned: Target, generations: Sequence[Gener
     """
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     pairs = zip(_answer_logits(original, generations), _answer_logits(tuned, generations), strict=True)
-    for (generation, ours_RV), (_, theirs_RV) in pairs:
+    for (generation, _, ours_RV), (*_, theirs_RV) in pairs:
         log_p_RV, log_q_RV = ours_RV.double().log_softmax(-1), theirs_RV.double().log_softmax(-1)
         apart_R = (log_p_RV.exp() * (log_p_RV - log_q_RV)).sum(-1)
         same = (ours_RV.argmax(-1) == theirs_RV.argmax(-1)).sum()
@@ -232,24 +233,26 @@ def _add(sums: dict[str, list[float]], generation: Generation, values: Sequence[
 
 
 @torch.no_grad()
-def _answer_logits(target: Target, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Tensor]]:
-    """Yield each answer with the logits [R, V] from which the target would have chosen its tokens, shortest first."""
+def _answer_logits(target: Target, generations: Sequence[Generation]) -> Iterator[tuple[Generation, Tensor, Tensor]]:
+    """Yield the answers, shortest first, in pieces: each with R of its ids [R] and the logits [R, V] from which the target would have
+    chosen them."""
     order = sorted(generations, key=lambda g: len(g.output_ids))
     for indices, batch in target_passes(target, [to_sample(g) for g in order]):
         for row, index in enumerate(indices):
             first = len(order[index].request.prompt_ids)
             last = first + len(order[index].output_ids) - 1
-            yield order[index], target.head.logits(batch.last[row, first - 1 : last])
+            ids, states = batch.ids[row, first : last + 1], batch.last[row, first - 1 : last]
+            for ids_R, states_RD in zip(ids.split(_PIECE), states.split(_PIECE), strict=True):
+                yield order[index], ids_R, target.head.logits(states_RD)
 
 
-def judge_answer(answer: str, slice_name: str, reference: Any = None, closes: str = "</think>") -> dict[str, bool]:
-    """Return what can be told of an answer, its thought up to the mark that `closes` it left out, by the name of the measure.
+def judge_answer(answer: str, slice_name: str, reference: Any = None) -> dict[str, bool]:
+    """Return what can be told of an answer, without its thought, by the name of the measure.
 
     exact_match: whether it is the reference, where there is one: its last number is that number, its JSON that object or list, or
     else the whole text is the same, whatever its case and white space. valid_json: whether it is an object or a list in JSON, in
     whole or in its last code block; of slices with the word json in their name.
     """
-    answer = answer.rpartition(closes)[2]
     judged = {} if reference is None else {"exact_match": _is_right(answer, reference)}
     if "json" in re.split("[^a-z]+", slice_name.casefold()):
         judged["valid_json"] = isinstance(_json_of(answer), dict | list)

@@ -44,12 +44,14 @@ class AskedServer(ModelServer):
     def ask_all(self, bundle: Bundle) -> list[Seen]:
         """Return what it gives for every prompt, one after the other. Raises UserError where it tells no token ids or no drafts."""
         asks = {VLLM: self._vllm, LLAMA_CPP: self._llama, SGLANG: self._sglang}
-        return [self._with_messages(asks[self.kind](prompt), prompt) for prompt in bundle.prompts]
+        return [self._with_messages(asks[self.kind](prompt), prompt, bundle.template) for prompt in bundle.prompts]
 
     def _vllm(self, prompt: ParityPrompt) -> Seen:
         body = {"model": self.model, "prompt": list(prompt.prompt_ids), "max_tokens": prompt.max_new_tokens}
         before = self._counters()
-        reply = self.post("/v1/completions", body | {"temperature": 0.0, "return_token_ids": True})
+        # What a request leaves out vLLM takes from the target's generation_config.json.
+        plain = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+        reply = self.post("/v1/completions", body | plain | {"return_token_ids": True})
         choices = reply.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
         seen = Seen(prompt.id, self._ids(choice.get("token_ids"), "return_token_ids (vLLM 0.10.2 and later)"))
@@ -91,18 +93,19 @@ class AskedServer(ModelServer):
         return Seen(prompt.id, ids, None, drafted, accepted)
 
     def _sglang(self, prompt: ParityPrompt) -> Seen:
-        wanted = {"temperature": 0.0, "max_new_tokens": prompt.max_new_tokens}
+        wanted = {"temperature": 0.0, "repetition_penalty": 1.0, "max_new_tokens": prompt.max_new_tokens}
         reply = self.post("/generate", {"input_ids": list(prompt.prompt_ids), "sampling_params": wanted})
         ids, counts = self._ids(reply.get("output_ids"), "output_ids"), read_answer(reply, self.url)
         if counts is None:
             return Seen(prompt.id, ids, None, 0, 0)
         return Seen(prompt.id, ids, None, None if counts.drafted is None else int(counts.drafted), int(counts.accepted))
 
-    def _with_messages(self, seen: Seen, prompt: ParityPrompt) -> Seen:
+    def _with_messages(self, seen: Seen, prompt: ParityPrompt, template: dict[str, Any]) -> Seen:
         """Add how many tokens the server makes of the messages of a prompt, where it takes messages."""
         if prompt.messages is None:
             return seen
         body = {"model": self.model, "messages": list(prompt.messages), "max_tokens": 1, "temperature": 0.0}
+        body |= {"chat_template_kwargs": template} if template else {}
         try:
             reply = self.post("/v1/chat/completions", body | {"return_token_ids": True})
         except ServerError:  # without a chat template it takes none

@@ -7,7 +7,7 @@ the target's text when that was read in one pass (replay.py).
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.engines.agreement import CLOSE, EngineAnswer, EngineRound, trace_ours
 from draftsmith.eval.parity.faults import FAULTS, spoiled
 from draftsmith.eval.parity.replay import Engine, Replayed, Text, read_text, replay
+from draftsmith.fields import LATER
 from draftsmith.foreign.records import read_current
 from draftsmith.foreign.text import read_object
 from draftsmith.heads.base import DraftHead
@@ -84,7 +85,8 @@ class Bundle:
     """What an engine must give.
 
     target: its name. dtype: of the target. budget: logits this close may change places by rounding. files: hashes of the export's files.
-    faults: by name, the rounds of every prompt. unseen: faults that this head can have, which change nothing on these prompts.
+    faults: by name, the rounds of every prompt. unseen: faults that this head can have, which change nothing on these prompts. template:
+    arguments of the chat template that the prompts were made with. served_as: what requests call the target, where that is not its name.
     """
 
     draftsmith: str
@@ -100,6 +102,8 @@ class Bundle:
     prompts: tuple[ParityPrompt, ...]
     faults: dict[str, tuple[tuple[tuple[int, ...], ...], ...]]
     unseen: tuple[str, ...]
+    template: dict[str, Any] = field(default_factory=dict, metadata=LATER)
+    served_as: str = field(default="", metadata=LATER)
     schema_version: int = SCHEMA_VERSION
 
 

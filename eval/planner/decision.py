@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from draftsmith.data.embedded import SHIPPED
@@ -25,6 +26,7 @@ from draftsmith.machine import Hardware
 from draftsmith.storage import write_text
 from draftsmith.target.folder import local_folder, read_object
 from draftsmith.target.pretrained import DTYPES
+from draftsmith.target.target import shortened
 
 HOUR = 3600
 MILLION = 10**6
@@ -114,6 +116,7 @@ def make_decision(
     table and results do not belong together.
     """
     check_one_evaluation(results)
+    results = sorted(results, key=lambda result: result.settings.temperature)
     first = results[0]
     export = export or Export.of((first.recipe or {}).get("export") or {})
     for result in results:
@@ -263,7 +266,7 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     # A speculators folder says how many tokens are drafted: as many as the recipe.
     evaluated = (result.recipe or {}).get("evaluate")
     recipe_tokens = evaluated.get("num_speculative_tokens", tokens) if isinstance(evaluated, Mapping) else tokens
-    architectures = None if place is None else read_object(place / "config.json").get("architectures")
+    config = {} if place is None else read_object(place / "config.json")
     serving = Serving(
         draft=os.path.join(decision.exports, layout.name),
         target=str(Path(target).absolute()) if Path(target).exists() else target,
@@ -274,13 +277,14 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
         heads=draft.num_heads,
         by_batch=rules.by_batch,
         again=decision.again,
+        context=shortened(SimpleNamespace(**config)),
     )
     return {
         engine: served.start(replace(serving, files=decision.settings and os.path.join(decision.settings, engine)))
         for engine, served in layout.engines.items()
         if f"{layout.name}/{engine}" not in draft.engines_without
         and (served.start is not start_vllm_speculators or tokens == recipe_tokens)
-        and target_obstacle(layout, engine, target, architectures) is None
+        and target_obstacle(layout, engine, target, config.get("architectures")) is None
         and (gpus == 1 or ENGINES[engine].split is not one_gpu)
     }
 

@@ -61,9 +61,9 @@ def _position_curves(view: View, key: str, caption: str) -> tuple[list[Figure], 
 
 
 def _reached(m: Measures, width: int) -> int | None:
-    """Return the rounds in which every position before the last of `width` was accepted: those that its alpha is of."""
-    before = (1.0, *(m.acceptance_at or ()))[width - 1 : width]
-    return round(m.rounds * before[0]) if m.rounds is not None and before and before[0] is not None else None
+    """Return the rounds that drafted a token at the last of `width` positions, all before it accepted: those that its alpha is of."""
+    accepted, alpha = ([*(kept or ()), *[None] * width][width - 1] for kept in (m.acceptance_at, m.alpha_at))
+    return round(m.rounds * accepted / alpha) if m.rounds is not None and accepted and alpha else None
 
 
 def _curve(m: Measures, key: str) -> Curve:

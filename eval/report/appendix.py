@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from draftsmith.eval.planner.plan import Memory, memory_at
-from draftsmith.eval.report.cells import DASH, milliseconds, number, off, percent, some, whole
+from draftsmith.eval.report.cells import DASH, milliseconds, number, off, percent, significant, some, whole
 from draftsmith.eval.report.page_model import OVERALL, Figure, Row, Sample, Section, System, Table, View
 from draftsmith.eval.report.plots import Series, line_panel
 from draftsmith.eval.results.conditions import sharers
@@ -26,7 +26,7 @@ def training(view: View) -> Section:
     if past is None:
         return Section(*head, missing="The training of this head is not in the run.")
     points = past.points
-    labels = [f"{p.tokens / 1e6:.2g}M" for p in points]
+    labels = [significant(p.tokens / 1e6, "M") for p in points]
     taus = tuple(p.tau for p in points)
     k = "" if past.num_speculative_tokens is None else f", K = {past.num_speculative_tokens}"
     lines, ends = [Series("tau", 0, taus)], (1.0, max(2.0, *taus))

@@ -6,7 +6,7 @@ Pure; see eval/report/page_model.py for the values and eval/report/report.py for
 import math
 from collections import defaultdict
 
-from draftsmith.eval.report.cells import number, percent, significant, whole
+from draftsmith.eval.report.cells import DASH, number, percent, significant, whole
 from draftsmith.eval.report.page_model import OVERALL, Row, Section, Table, View
 from draftsmith.eval.results.result import Divergence, Lossless, Measures
 
@@ -37,7 +37,7 @@ def evidence(view: View) -> str:
         if gaps:
             gap = max(map(abs, gaps))
             text += (
-                f"; where they part, the target's logits of the two tokens differ by at most {significant(gap)}, so that its own "
+                f"; where they part, the target's logits of the two tokens differ by at most {gap:.3g}, so that its own "
                 f"token was {_odds(gap)} times as likely"
             )
         step = logit_step(dtype) if gaps else 0.0
@@ -63,7 +63,7 @@ def logit_step(dtype: str) -> float:
 
 def _odds(gap: float | None) -> str:
     """Return how many times as likely the expected token was: e to the gap of the logits."""
-    return significant(None if gap is None else math.exp(min(gap, 20.0)))
+    return "more than 10⁸" if gap is not None and gap > 20 else significant(None if gap is None else math.exp(gap))
 
 
 def section(view: View) -> Section:
@@ -102,7 +102,18 @@ def section(view: View) -> Section:
         rows = []
         for label, d in divergences:
             tokens = (whole(d.position), str(d.expected), str(d.got))
-            rows.append(Row((label, d.slice, d.prompt, *tokens, number(d.logit_gap, 4), _odds(d.logit_gap))))
+            rows.append(
+                Row(
+                    (
+                        label,
+                        d.slice,
+                        d.prompt,
+                        *tokens,
+                        DASH if d.logit_gap is None else f"{d.logit_gap:.3g}",
+                        _odds(d.logit_gap),
+                    )
+                )
+            )
         names = ("system", "slice", "prompt", "position", "expected token", "got", "logit gap", "times as likely")
         tables.append(Table("Every first divergence", names, tuple(rows), heads=3, folded=len(rows) > 20))
     return Section(

@@ -74,6 +74,10 @@ class Thinking:
             self._counted[key] = count
         return self._counted[key]
 
+    def answer(self, generation: Generation) -> list[int]:
+        """Return the ids behind the thought, of which some models' marks are special tokens, which a text leaves out."""
+        return list(generation.output_ids[self(generation) :])
+
 
 def acceptance_by_condition(
     trained_length: int | None, thought_of: Callable[[Generation], int], decoded: Counted, simulated: Counted

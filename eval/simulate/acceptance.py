@@ -75,7 +75,7 @@ def acceptance(
     reached = torch.ones_like(c[:, 0], dtype=torch.float32)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
-            at, logits_RW = step.rows[piece], step.logits_of(piece)
+            at, logits_RW = step.rows[piece], check_drafted(step.logits_of(piece))
             token_R = ids[at + 2 + step.offset]
             if p is None or greedy_drafts:
                 # A deterministic draft is accepted exactly where the text has its token.
@@ -88,6 +88,16 @@ def acceptance(
             if rule is not None:
                 _end(c, reached, step, piece, logits_RW, rule)
     return Acceptance(c.view(*batch.ids.shape, -1), off_text)
+
+
+def check_drafted(logits_RW: Tensor) -> Tensor:
+    """Return the logits of a draft step. Raises UserError where a row has no largest one: every comparison with NaN is false."""
+    if not bool(logits_RW.amax(-1).isfinite().all()):
+        raise UserError(
+            "The draft head's logits are no numbers (NaN or infinite): its weights are damaged or it overflows; draft in float32, or train "
+            "it again."
+        )
+    return logits_RW
 
 
 def _end(c: Tensor, reached: Tensor, step: StepOutput, piece: Tensor, logits_RW: Tensor, rule: LengthRule) -> None:
@@ -140,7 +150,7 @@ def token_ranks(output: HeadOutput, batch: TrainBatch, draft_vocab_W: Tensor | N
     ranks = torch.full((len(ids), len(output.steps)), -1, dtype=torch.int16, device=ids.device)
     for step in output.steps:
         for piece in torch.arange(len(step.rows), device=ids.device).split(_CHUNK_ROWS):
-            at, logits_RW = step.rows[piece], step.logits_of(piece)
+            at, logits_RW = step.rows[piece], check_drafted(step.logits_of(piece))
             best_RM = logits_RW.topk(min(most, logits_RW.shape[-1]), -1).indices
             best_RM = best_RM if draft_vocab_W is None else draft_vocab_W[best_RM]
             hit_RM = best_RM == ids[at + 2 + step.offset][:, None]
@@ -234,19 +244,18 @@ def _text_probabilities(
         logits_RV = _text_logits(batch, target_head, at, sampling)
         token_R1 = ids[at + 1][:, None]
         p_RV = probs(logits_RV, sampling)
-        logits_RV = logits_RV / sampling.temperature
         p_R = p_RV.gather(1, token_R1)[:, 0].double()
         out_R = p_R <= 0
         if bool(out_R.any()):
-            kept_RV = p_RV > 0
-            edge_R = logits_RV.masked_fill(~kept_RV, torch.inf).amin(1) - logits_RV.gather(1, token_R1)[:, 0]
-            if bool((edge_R[out_R] > margin / sampling.temperature).any()):
+            ahead_RV, token_r1 = logits_RV[out_R], token_R1[out_R]
+            ahead_RV.scatter_add_(1, token_r1, torch.full_like(ahead_RV[:, :1], margin))
+            if bool((probs(ahead_RV, sampling).gather(1, token_r1) <= 0).any()):
                 raise UserError(
                     f"The text holds a token of probability 0 under {sampling}: it was not sampled from this target with "
                     "these settings; simulate with the settings that the answers were made with."
                 )
-            full_RV = logits_RV.softmax(-1)
-            share_R = full_RV.gather(1, token_R1)[:, 0] / (full_RV * kept_RV).sum(1)
+            full_RV = (logits_RV / sampling.temperature).softmax(-1)
+            share_R = full_RV.gather(1, token_R1)[:, 0] / (full_RV * (p_RV > 0)).sum(1)
             p_R = torch.where(out_R, share_R.double(), p_R)
             off_text += int(out_R.sum())
         p[at] = p_R

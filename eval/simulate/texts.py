@@ -27,6 +27,7 @@ from draftsmith.decoder.trees import DynamicTree, StaticTree
 from draftsmith.eval.simulate.acceptance import (
     Acceptance,
     acceptance,
+    check_drafted,
     expected_tallies,
     find_answers,
     simulate,
@@ -306,7 +307,8 @@ def follow_grown(
         for _ in trees
     ]
     most = largest.depth * largest.beam * (1 if largest.rule == "best_first" else largest.branching)
-    for some in rows.split(min(_CHUNK_ROWS, max(1, _CHUNK_CANDIDATES // most))):
+    # Answers of one token each have no row, and no step.
+    for some in () if not len(rows) else rows.split(min(_CHUNK_ROWS, max(1, _CHUNK_CANDIDATES // most))):
         at = some // length * (length + depth) + some % length
         ranking, node_RK = _grow(largest, head, output, at, ids)
         for tree, (c, nodes) in zip(trees, found, strict=True):
@@ -336,9 +338,9 @@ def _grow(tree: DynamicTree, head: DraftHead, output: HeadOutput, at_R: Tensor, 
 def _extend(beam: Beam, step: StepOutput, place_R: Tensor, head: DraftHead) -> Beam:
     """Add a level of what a step says at some of its rows."""
     if step.selector is None:
-        return beam.extend(step.logits_of(place_R)[:, None], head.target_ids)
+        return beam.extend(check_drafted(step.logits_of(place_R))[:, None], head.target_ids)
     inputs = [x[place_R] for x in step.sources]
-    return step.selector.extend(beam, step.projected(*inputs), inputs[0], head.target_ids)
+    return step.selector.extend(beam, check_drafted(step.projected(*inputs)), inputs[0], head.target_ids)
 
 
 def _take(tree: DynamicTree, ranking: Ranking, node_RK: Tensor) -> tuple[Tensor, Tensor]:

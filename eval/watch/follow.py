@@ -11,7 +11,7 @@ from typing import Any
 
 from draftsmith.errors import UserError, one_line
 from draftsmith.eval.ledger.counts import Counts
-from draftsmith.eval.ledger.sources import UNKNOWN_LOG, Told, read_log, read_record, read_server
+from draftsmith.eval.ledger.sources import NO_COUNTS, UNKNOWN_LOG, Told, read_log, read_record, read_server
 from draftsmith.eval.measure.measure import is_looping
 from draftsmith.eval.watch.sequential import Observation
 from draftsmith.foreign.server import SGLANG, VLLM, ModelServer
@@ -151,7 +151,7 @@ class FileSource:
         self._at.offset += sum(map(len, lines[:taken]))
         self._at.lines += taken
         if not self._at.engine and final:
-            raise UserError(f"{self.name} {UNKNOWN_LOG}")
+            raise UserError(f"{self.name} {NO_COUNTS if self._at.answers else UNKNOWN_LOG}")
         if not self._at.engine and last.lines < _MOST_UNKNOWN <= self._at.lines:
             say(
                 f"warning: none of the first {self._at.lines:,} lines of {self.name} tells of drafts: it is followed on, but look whether the "
@@ -213,10 +213,10 @@ class FileSource:
                 f"{self.name} tells no times ('created', seconds), so how often an error may come is not known: say with --per-day how many "
                 "answers, or lines of a log that tell acceptance, a day brings."
             )
-        if made < self._at.newest - _LATE:
-            raise UserError(
-                f"{self.name}, line {number}, was made {(self._at.newest - made) / 3600:.1f} hours before one above it: clocks ran backwards, so "
-                "order the lines by 'created', or leave times aside with --per-day."
+        if made < self._at.newest - _LATE:  # taken as of the newest, since no more error may come in no time
+            say(
+                f"warning: {self.name}, line {number}, was made {(self._at.newest - made) / 3600:.1f} hours before one above it, and is taken "
+                "to come with that one: order the lines by 'created', or leave times aside with --per-day."
             )
         self._at.newest = max(self._at.newest, made)
         return self._at.newest / _DAY
@@ -241,10 +241,15 @@ Source = ServerSource | FileSource
 """What is followed: `name` as the user gave it, `position` where the next `read` begins."""
 
 
-def answer_of(record: Mapping[str, Any]) -> str:
-    """Return the text of a record's only answer, "" where it has none."""
+def message_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record's only answer as a message, whose content is None where it has none."""
     choices = record.get("choices")
     one = choices[0] if isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict) else record
     message = one.get("message")
-    text = message.get("content") if isinstance(message, dict) else one.get("text")
+    return {"role": "assistant", **(message if isinstance(message, dict) else {"content": one.get("text")})}
+
+
+def answer_of(record: Mapping[str, Any]) -> str:
+    """Return the text of a record's only answer, "" where it has none."""
+    text = message_of(record).get("content")
     return text if isinstance(text, str) else ""

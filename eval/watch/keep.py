@@ -12,8 +12,9 @@ from typing import Any
 
 from draftsmith.data.conversations.shapes import row_messages
 from draftsmith.errors import UserError, first_line
-from draftsmith.eval.watch.follow import Event, answer_of
+from draftsmith.eval.watch.follow import Event, message_of
 from draftsmith.foreign.text import read_json_lines
+from draftsmith.progress import say
 from draftsmith.storage import write_text
 
 FILE = "worst.jsonl"
@@ -27,6 +28,8 @@ _SHAPES = (
     ("ADDRESS", r"\b\d{1,3}(?:\.\d{1,3}){3}\b|(?<![\w:])(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{0,4}(?![\w:])"),
     ("NUMBER", r"\+?\d(?:[ ()./-]{0,2}\d){6,}"),
 )
+_NAMES = ("role", "id", "type", "name", "tool_call_id")
+"""Keys of messages and calls whose texts no user wrote."""
 _PATTERNS = [(name, re.compile(pattern)) for name, pattern in _SHAPES]
 
 
@@ -38,6 +41,10 @@ def redact(text: str) -> str:
     return text
 
 
+class _KeptOutError(Exception):
+    """A text that the user's hook keeps out."""
+
+
 class Keeper:
     """Keeps the `limit` requests whose acceptance fell furthest below the baseline, each for `days`, in a folder.
 
@@ -46,6 +53,7 @@ class Keeper:
 
     def __init__(self, folder: Path, limit: int, days: float, hook: Redact | None, now: Callable[[], float]) -> None:
         self.path, self._limit, self._days, self._hook, self._now = folder / FILE, limit, days, hook, now
+        self.lacking = 0
         self._again = "move it away, or name another folder with --keep"
         self.rows = [row for _, row in read_json_lines(self.path, self._again)] if self.path.exists() else []
         if not all(isinstance(row, dict) and {"kept_at", "lost"} <= row.keys() for row in self.rows):
@@ -76,22 +84,36 @@ class Keeper:
             write_text(self.path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows))
 
     def _texts(self, record: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the redacted messages of a request and its answer, nothing where the record has none; None where the hook keeps it out."""
+        """Return the redacted messages of a request and its answer, with tools and calls; None where the record has none, and where the
+        hook keeps it out."""
         inner = record.get("request")
         asked = inner if isinstance(inner, dict) else record
         messages: list[dict[str, Any]] = []
         with suppress(ValueError):
             messages = row_messages({key: asked[key] for key in ("messages", "prompt") if key in asked})
-        said = answer_of(record)
-        if messages and said and messages[-1].get("role") != "assistant":
-            messages = [*messages, {"role": "assistant", "content": said}]
-        kept = []
-        for message in messages:
-            text = self._redacted(str(message.get("content") or ""))
-            if text is None:
-                return None
-            kept.append({"role": message["role"], "content": text})
-        return {"messages": kept} if kept else {}
+        if not messages:
+            if self.lacking == 0:
+                say("warning: --keep keeps no requests without 'messages': write what was asked beside the answer.")
+            self.lacking += 1
+            return None
+        if messages[-1].get("role") != "assistant":
+            with suppress(ValueError):  # without an answer
+                messages = [*messages, *row_messages({"messages": [message_of(record)]})]
+        try:
+            row = {"messages": [self._clean(message) for message in messages]}
+            return row | ({"tools": asked["tools"]} if isinstance(asked.get("tools"), list) else {})
+        except _KeptOutError:
+            return None
+
+    def _clean(self, value: Any) -> Any:
+        """Return a message with every text redacted. Raises _KeptOutError where the hook keeps one out."""
+        if isinstance(value, dict):
+            return {key: one if key in _NAMES else self._clean(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self._clean(one) for one in value]
+        if isinstance(value, str) and (value := self._redacted(value)) is None:
+            raise _KeptOutError
+        return value
 
     def _redacted(self, text: str) -> str | None:
         found: str | None = redact(text)

@@ -42,6 +42,14 @@ SECTION = "dflash_config"
 """Where engines find the mask token and the layers; ids there are those of layer outputs, one lower than ours."""
 
 
+_NEUTRAL = {
+    "is_neox_style": True,
+    "rope_is_neox_style": True,
+    "use_gemma_norm": False,
+    "input_embedding_scale": 1.0,
+    "add_swa_attention_sink_bias": False,
+}
+"""Keys by which an engine computes published drafters otherwise, with the value that changes nothing."""
 LM_HEAD, D2T, CAUSAL = "lm_head.weight", "d2t", "causal_head"
 _NATIVE = ("draft_vocab", "temperatures")
 """Buffers that are no weights."""
@@ -143,6 +151,9 @@ def read_block_config(
         raise not_computed(path, "sample_from_anchor true, with which the first slot drafts too")
     if (path / "mask_embedding.pt").is_file():
         raise not_computed(path, "an embedding of its own for the mask")
+    for key, neutral in _NEUTRAL.items():
+        if config.get(key, neutral) != neutral:
+            raise not_computed(path, f"{key} {config[key]!r}")
     top = {key: config[key] for key in ("mask_token_id", "target_layer_ids", "block_size") if key in config}
     window = section.get("swa_window_size", config.get("sliding_window")) if windowed else None
     if windowed and window is None:
@@ -215,6 +226,16 @@ def biased_projection(title: str) -> Rule:
     """Return the rule of engines that draft with the bare matrix too, but take no more of the logits than which token is likeliest,
     unless they are told to sample: a scale or a softcap changes nothing of that."""
     return Rule(f"{_BIASED}, for {title}", _BARE, MEASURE_ALONE, biased_target)
+
+
+def no_embeddings(title: str) -> Rule:
+    """Return the rule of SGLang, which does not start with the embeddings among the layers."""
+    return Rule(
+        f"layer 0 among head.layer_ids, for {title}",
+        "counts layer outputs, and the embeddings are none",
+        "train with other layers",
+        lambda files, target, head: 0 in head.reads.layer_ids,
+    )
 
 
 def bare_matrix(title: str) -> Rule:

@@ -50,6 +50,7 @@ _SGLANG = Served(
             lambda files, target, head: head.options.pure_draft_prefix_len != 1,
         ),
         block.bare_matrix("Domino"),
+        block.no_embeddings("Domino"),
     ),
     caveats=(
         "SGLang runs Domino on CUDA alone, with target and head in bfloat16 (`--dtype bfloat16` where config.json says another). The root counts: a block of B slots is B draft "

@@ -29,7 +29,7 @@ class DraftShape(LayerOptions):
     train_embeddings: bool = field(default=False, kw_only=True, metadata=LATER)
     """Train input embeddings of the head's own, which start as the target's; false shares the target's, or keeps those that
     the head it starts from has of its own. Those are stored and exported; SGLang and TensorRT-LLM take the target's all
-    the same."""
+    the same, unless head.hidden_size is another width."""
     lm_head_rank: int | None = field(default=None, kw_only=True, metadata=LATER | WIDTH)
     """Rank of the output projection, which is then two thin matrices, multiplied out for engines; null: one full matrix."""
     num_hidden_layers: int = field(default=1, kw_only=True, metadata=LATER | LAYERS)

@@ -22,7 +22,7 @@ from draftsmith.heads.formats.layout import Layout, default_layout, find_layout,
 from draftsmith.heads.formats.schema import FLOATS, Export, ModelFiles, flatten, target_reference
 from draftsmith.heads.record import NO_HISTORY, RECORD, History, Passport, facts_of, what_it_reads, write_passport
 from draftsmith.target.identity import TargetIdentity
-from draftsmith.target.target import Target
+from draftsmith.target.target import Target, shortened
 
 USUAL_TOKENS = 5
 PARITY = "parity"
@@ -86,10 +86,10 @@ def export_head(
         # A plan with a block of another length is of drafts that engines do not make.
         by_batch=planned if head.engine_tokens is None or {k for *_, k in planned} <= {0, head.engine_tokens} else (),
         again=again or Again(),
+        context=shortened(target.config),
     )
     exported = Exported(head, target, chosen, files, serving, target_note, verdict, history)
-    _write(dest, exported, made_for or target.identity, beside)
-    return dest
+    return _write(dest, exported, made_for or target.identity, beside)
 
 
 def _write(
@@ -97,8 +97,8 @@ def _write(
     exported: Exported,
     made_for: TargetIdentity,
     beside: Callable[[Path, DraftHead, int], None] | None,
-) -> None:
-    """Write the directory, all or nothing, and load it again."""
+) -> Path:
+    """Write the directory, all or nothing, and load it again; return its path."""
     head, files, layout = exported.head, exported.files, exported.layout
     with model_directory(dest, replaces=replaced_files(dest, files)) as temporary:
         layout.schema.save(temporary, files)
@@ -120,6 +120,7 @@ def _write(
         assert facts_of(reloaded) == facts_of(head), "the export is computed otherwise"
         if beside is not None:
             beside(temporary, reloaded.to(exported.target.device).eval(), exported.serving.tokens)
+    return dest
 
 
 def replaced_files(dest: Path, files: ModelFiles) -> tuple[str, ...]:

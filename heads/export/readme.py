@@ -96,6 +96,11 @@ def _section(exported: Exported, engine: str) -> str:
             f"Requests must name the model `{ADAPTER_NAME}`: under its own name the target answers without the adapter, and the "
             "heads draft for another one."
         ]
+    if serving.context:
+        notes += [
+            f"Leave the length at {serving.context} tokens: past it all rotary frequencies of the target change, and {known.title} would take the "
+            "others from the first token on."
+        ]
     notes += served.caveats
     kinds = exported.target.identity.architectures
     if drafts_for(engine, served.needs, kinds) is None:

@@ -185,7 +185,9 @@ class Serving:
     dtype: of the export. layer_ids: the layers of the target that the head reads. heads: of Medusa. adapter: the target's,
     where the heads draft for the target with that. by_batch: (first batch, last batch, tokens to draft there, 0 for none), for
     engines that take a table; empty where nothing was planned. files: the folder of files beside the lines, empty for the one
-    that they are typed in. again: how the export is made again.
+    that they are typed in. again: how the export is made again. context: the most tokens that the target may be read with where its configuration
+    names more, 0 where it does not: beyond it LongRoPE has other frequencies, engines take them by the length that they are
+    started with, and the head was trained with those of shorter texts.
     """
 
     draft: str
@@ -199,6 +201,7 @@ class Serving:
     by_batch: tuple[tuple[int, int, int], ...] = ()
     files: str = ""
     again: Again = Again()
+    context: int = 0
 
 
 def steps_in_words(by_batch: Sequence[tuple[int, int, int]]) -> str:
@@ -231,6 +234,11 @@ def _on(name: str, gpus: int) -> list[str]:
     return [name, f"{gpus}"] if gpus > 1 else []
 
 
+def up_to(name: str, serving: Serving) -> list[str]:
+    """The option of that name, for a target whose context is shorter than it says."""
+    return [name, f"{serving.context}"] if serving.context else []
+
+
 def start_vllm(method: str, *, one_length: bool = False, native: bool = False, **more: bool) -> Start:
     """vLLM with the method of that name; more: further keys of its configuration. one_length: the draft's is not changed with the
     batch. native: the export is the target's directory, and holds the draft."""
@@ -240,7 +248,13 @@ def start_vllm(method: str, *, one_length: bool = False, native: bool = False, *
         if len(serving.by_batch) > 1 and method in _VLLM_BY_BATCH and not one_length:
             config["num_speculative_tokens_per_batch_size"] = [list(step) for step in serving.by_batch]
         target = str(config.pop("model")) if native else serving.target
-        words = ["vllm", "serve", target, *_on("--tensor-parallel-size", serving.gpus)]
+        words = [
+            "vllm",
+            "serve",
+            target,
+            *_on("--tensor-parallel-size", serving.gpus),
+            *up_to("--max-model-len", serving),
+        ]
         speculative, adapter = ["--speculative-config", json.dumps(config)], serving.adapter
         if adapter is None:
             return [shell([*words, *speculative])]
@@ -253,7 +267,8 @@ def start_vllm(method: str, *, one_length: bool = False, native: bool = False, *
 
 def start_vllm_speculators(serving: Serving) -> list[Snippet]:
     """vLLM started on the draft, which names the target."""
-    return [shell(["vllm", "serve", serving.draft, *_on("--tensor-parallel-size", serving.gpus)])]
+    gpus, context = _on("--tensor-parallel-size", serving.gpus), up_to("--max-model-len", serving)
+    return [shell(["vllm", "serve", serving.draft, *gpus, *context])]
 
 
 def start_speculators(serving: Serving) -> list[Snippet]:
@@ -267,7 +282,7 @@ def start_sglang(algorithm: str, *, native: bool = False) -> Start:
 
     def lines(serving: Serving) -> list[Snippet]:
         K, model = serving.tokens, serving.draft if native else serving.target
-        server = ["python", "-m", "sglang.launch_server", "--model-path", model]
+        server = ["python", "-m", "sglang.launch_server", "--model-path", model, *up_to("--context-length", serving)]
         chain = [] if algorithm == "DFLASH" else ["--speculative-num-steps", f"{K}", "--speculative-eagle-topk", "1"]
         words = (
             [*server, "--speculative-algorithm", algorithm, *_on("--tp-size", serving.gpus)],
@@ -297,7 +312,8 @@ def start_tensorrt_llm(decoding_type: str) -> Start:
             f"  speculative_model: {json.dumps(serving.draft)}\n"
         ) + (f"  eagle3_layers_to_capture: [{layers}]\n" if layers else "")
         words = ["trtllm-serve", serving.target, "--extra_llm_api_options", os.path.join(serving.files, "trtllm.yaml")]
-        return [Snippet("yaml", text, "trtllm.yaml"), shell([*words, *_on("--tp_size", serving.gpus)])]
+        words += [*_on("--tp_size", serving.gpus), *up_to("--max_seq_len", serving)]
+        return [Snippet("yaml", text, "trtllm.yaml"), shell(words)]
 
     return lines
 
@@ -362,7 +378,7 @@ def name_the_method(method: str) -> str:
 
 
 RESERVED_PATH_WORDS = re.compile("eagle-|eagle3|dflash|dspark")
-"""Names in a draft's path that vLLM takes for a method, even beside "method": "medusa"."""
+"""Names in a draft's path that vLLM takes for a method, even beside another method."""
 
 
 def path_decides(method: str) -> str:

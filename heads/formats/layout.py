@@ -173,9 +173,12 @@ def has_flag(name: str) -> Condition:
 
 
 def changed_embedding(files: ModelFiles, target: Target, head: DraftHead) -> bool:
-    """Whether the head has other embeddings than the target's, in the dtype of the files and whatever these call them."""
+    """Whether the head has other embeddings than the target's, of the same shape, in the dtype of the files and whatever these call
+    them. Those of another shape engines cannot take from the target."""
     own = head.state_dict().get(EMBEDDING)
-    return own is not None and not is_the_same(own.to(files.dtype), target.embedding)
+    if own is None or own.shape != target.embedding.shape:
+        return False
+    return not is_the_same(own.to(files.dtype), target.embedding)
 
 
 def biased_target(files: ModelFiles, target: Target, head: DraftHead) -> bool:

@@ -66,18 +66,23 @@ class ResBlock(nn.Module):
         return self.res_connection(x) + F.silu(self.linear(x))
 
 
-class Projection(nn.Module):
+class Projection(nn.Linear):
     """A head's own way to logits: weight [V, H], None where the target's is used, and bias [V] or None."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, shared: bool, bias: bool) -> None:
-        super().__init__()
-        self.weight = None if shared else nn.Parameter(torch.empty(vocab_size, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
+        super().__init__(hidden_size, vocab_size, bias=bias)
+        if bias:
+            nn.init.zeros_(self.bias)
+        if shared:
+            self.register_parameter("weight", None)
 
-    def forward(self, state: Tensor, target_head: TargetHead) -> Tensor:
+    def reset_parameters(self) -> None:
+        """Draw nothing: the weight is filled in."""
+
+    def of(self, state: Tensor, target_head: TargetHead) -> Tensor:
         """[..., H] -> [..., V]."""
         if self.weight is not None:
-            return F.linear(state, self.weight, self.bias)
+            return self(state)
         logits = target_head.logits(state)
         return logits if self.bias is None else logits + self.bias
 
@@ -224,7 +229,9 @@ class HydraHead(ScaledHead):
 
     def projection(self, head: int) -> Callable[[Tensor], Tensor]:
         """Return what makes logits [..., V] of the state of head number `head`."""
-        return partial(self.hydra_lm_head[head], target_head=self.target_head)
+        projection = self.hydra_lm_head[head]
+        assert isinstance(projection, Projection)
+        return partial(projection.of, target_head=self.target_head)
 
     def blocks(self, head: int) -> list[ResBlock]:
         """Return the blocks of a head that have weights of their own."""

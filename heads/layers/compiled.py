@@ -7,6 +7,7 @@ They are functions of tensors, without graph breaks. Nothing larger is compiled,
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from inspect import signature
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -46,7 +47,9 @@ def compiled(function: Callable[P, T]) -> Callable[P, T]:
 
 @cache
 def _compile(function: Callable[..., Any], compiler: Any) -> Any:
-    return compiler(function, fullgraph=True)
+    # As an argument it holds in the threads of backward passes on a GPU, too; torch 2.11 and 2.12 do not know it.
+    limit = {"recompile_limit": _GRAPHS} if "recompile_limit" in signature(compiler).parameters else {}
+    return compiler(function, fullgraph=True, **limit)
 
 
 @contextmanager

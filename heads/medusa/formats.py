@@ -69,10 +69,10 @@ MEDUSA_TGI = Schema(
     weights=MEDUSA_WEIGHTS,
 )
 
-# The layout of FasterDecoding/Medusa, with safetensors for its pickle; TensorRT-LLM converts it too. Without medusa_fc_bias a reader
+# The layout of FasterDecoding/Medusa, which looks for a pickle alone; TensorRT-LLM converts it too. Without medusa_fc_bias a reader
 # drops the blocks' biases in silence. For vLLM the layout is not enough: nothing there says that heads share the target's
 # projection, and vLLM would leave theirs random.
-MEDUSA = replace(MEDUSA_TGI, name="medusa", keys={**MEDUSA_TGI.keys, "medusa_fc_bias": True})
+MEDUSA = replace(MEDUSA_TGI, name="medusa", keys={**MEDUSA_TGI.keys, "medusa_fc_bias": True}, weights=MEDUSA_PICKLED)
 
 # vLLM takes any key with num and heads, or num and layers, in its name for one of its own.
 MEDUSA_VLLM = VllmSchema(
@@ -196,6 +196,12 @@ _ORIGINAL = Served(
             "export the layout medusa_vllm for vLLM, or train with head.num_layers 1",
             lambda files, target, head: files.config["medusa_num_layers"] > 1,
             refused=True,  # the layout is this code's own
+        ),
+        Rule(
+            "another head.num_heads than 5",
+            "makes five heads whatever config.json says, in silence",
+            "export the layout medusa_vllm for vLLM, or train with 5",
+            lambda files, target, head: head.options.num_heads != 5,
         ),
     ),
     caveats=(

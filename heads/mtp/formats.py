@@ -387,8 +387,10 @@ _VLLM = Served(
         "Glm4MoeLiteForCausalLM, feeds it its own outputs before the final norm from the second token on: a head with "
         "`head.target_state: vllm` is trained, measured and verified so; start it with another one and `num_speculative_tokens` 1, or "
         "measure whether more pay.",
+        engines.path_decides("mtp"),
     ),
     needs="mtp",
+    reserved=engines.RESERVED_PATH_WORDS,
 )
 _SGLANG = Served(engines.start_sglang("EAGLE", native=True), (_AS_VLLM,), caveats=(_ON_THE_EXPORT,), needs="mtp")
 LAYOUTS = (Layout("mtp", MTP, _load_export, {"vllm": _VLLM, "sglang": _SGLANG}),)

@@ -320,6 +320,8 @@ class TargetLayerPass(TrainingPass):
 
     def step(self, step: int, given: LayerInput) -> Tensor:
         """Return the output [R, H] of step 0, 1, 2, ..."""
+        if not len(self.plan.rows):
+            return self._of_no_row(given)
 
         def attending(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
             q_RND, k_RGD, v_RGD = (x[0].transpose(0, 1) for x in _as_wide(q, k, v))
@@ -332,6 +334,18 @@ class TargetLayerPass(TrainingPass):
         rotation = self.rotary(self._like, self.position_BL.flatten()[self.plan.rows][None] + step)
         out: Tensor = self.layer(given.x[None], position_embeddings=rotation, attention_mask=None, attending=attending)
         return out[0]
+
+    def _of_no_row(self, given: LayerInput) -> Tensor:
+        """Return [0, H], of which all weights have gradients of zeros: transformers' layers take no batch without rows."""
+
+        def attending(q: Tensor, k: Tensor, v: Tensor, _: float) -> Tensor:
+            nothing: Tensor = 0 * (q.sum() + k.sum())
+            return (v + nothing).repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2)
+
+        rotation = self.rotary(self._like, self.position_BL.new_zeros(1, 1))
+        row = given.x.new_zeros(1, 1, given.x.shape[-1])
+        out: Tensor = self.layer(row, position_embeddings=rotation, attention_mask=None, attending=attending)
+        return out[0][:0]
 
 
 def _as_wide(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

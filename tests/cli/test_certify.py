@@ -103,7 +103,10 @@ def test_samples_of_another_version_are_drawn_again(
     asked = interrupted(place, monkeypatch)
     made = environment_json()
     with monkeypatch.context() as patch:
-        patch.setattr("draftsmith.cli.certify.environment_json", lambda: made | {"commit": "another"})
+        patch.setattr(
+            "draftsmith.cli.certify.environment_json",
+            lambda: made | {"versions": made["versions"] | {"draftsmith": "another"}},
+        )
         patch.setattr("draftsmith.decoder.loop.Loop.round", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         assert main(asked) == 130, "it is sampled again"
 

@@ -152,3 +152,24 @@ def test_what_if_prints_what_engines_take(tmp_path: Path, capsys: pytest.Capture
     ):
         assert main(["what-if", *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_servers_are_asked_as_the_recipe_renders_and_calls_are_texts(words: list[str], tmp_path: Path) -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 2}}}
+    asked = [
+        {"role": "user", "content": "2 and 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [call], "weight": 0},
+        {"role": "tool", "content": "4"},
+        {"role": "user", "content": "and 3?"},
+    ]
+    write_rows(tmp_path / "prompts.jsonl", {"id": "p", "slice": "chat", "messages": asked})
+    engine = Engine()
+    with serving(engine) as url:
+        own = ["--evaluate.plan_batches", "[1]", "--data.template.enable_thinking", "false"]
+        assert main([*words[:1], "--url", url, "--url", url, *words[5:], *own]) == 0
+    sent = engine.asked[-1]
+    assert sent["chat_template_kwargs"] == {"enable_thinking": False}
+    (made,) = sent["messages"][1]["tool_calls"]
+    assert made["function"] == {"name": "add", "arguments": '{"a": 2}'}
+    assert made["id"]
+    assert "weight" not in sent["messages"][1]

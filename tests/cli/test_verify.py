@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from draftsmith.cli.main import main
-from draftsmith.eval.parity.bundle import Bundle, ParityPrompt, read_bundle
+from draftsmith.eval.parity.bundle import Bundle, ParityPrompt, read_bundle, write_bundle
 from tests.eval.engines.fake_server import Engine, serving
 from tests.workplace import make_workplace, save_untrained
 
@@ -149,3 +150,31 @@ def test_what_cannot_be_verified_is_refused(export: Path, tmp_path: Path, capsys
             said = capsys.readouterr().err
             assert words in said
             assert said.count("\n") == 1
+
+
+def test_servers_are_sent_what_the_template_was_given_and_no_penalty(export: Path, tmp_path: Path) -> None:
+    """What vLLM is not told it takes from the target's generation_config.json."""
+    known = read_bundle(export)
+    folder = shutil.copytree(export, tmp_path / "export")
+    write_bundle(folder, replace(known, template={"enable_thinking": False}))
+    bundle = read_bundle(folder)
+    engine = Engine("vLLM", reply=replies(bundle, "vLLM"))
+    with serving(engine) as url:
+        assert main(["verify", str(folder), "--url", url]) == 0
+    chats = [one for one in engine.asked if "messages" in one]
+    assert chats
+    assert all(one["chat_template_kwargs"] == {"enable_thinking": False} for one in chats)
+    assert all(one["repetition_penalty"] == 1.0 for one in engine.asked if "messages" not in one)
+    assert main(["verify", str(folder), "--url", "http://x", "--home", "y"]) == 2
+
+
+def test_a_target_with_an_adapter_is_asked_by_its_name(
+    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(export, tmp_path / "export")
+    write_bundle(folder, replace(read_bundle(export), served_as="tuned"))
+    with serving(Engine("vLLM", reply=replies(read_bundle(folder), "vLLM"))) as url:
+        assert main(["verify", str(folder), "--url", url]) == 2
+    assert "not tuned: start it with" in capsys.readouterr().err
+    assert main(["verify", str(folder), "--engine", "vllm", "--home", "h", "--target", "t"]) == 2
+    assert "drafts for a target with an adapter, which --engine does not start" in capsys.readouterr().err

@@ -189,7 +189,11 @@ def test_times_follow_what_they_should() -> None:
     assert two.answer_seconds == pytest.approx(made.answer_seconds / 2)
     assert two.feature_seconds == pytest.approx(made.feature_seconds / 2)
     online = replace(made, recipe=replace(made.recipe, features=FeaturesSpec(source="online")))
-    assert online.train_seconds == pytest.approx(made.train_seconds + made.seconds(made.online_flops))
+    # The target passes over held-out answers too, in every evaluation.
+    spec, data = made.recipe.train, made.recipe.data
+    looked_at = min(spec.evaluations, made.steps) * data.heldout * (made.given.prompt + made.given.answer)
+    passes = made.seconds(made.online_flops) * (1 + looked_at / made.seen_tokens)
+    assert online.train_seconds == pytest.approx(made.train_seconds + passes)
 
 
 def test_a_chunk_of_answers_takes_the_passes_that_its_batches_take() -> None:
@@ -234,6 +238,7 @@ def test_the_files_have_the_bytes_foretold(tmp_path: Path) -> None:
 
 
 def test_a_gpu_here_is_that_of_the_table_or_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "memory_of", lambda device: 10**12)
     for name, found in (("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GeForce RTX 4090", "rtx4090")):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert device_here("cuda:0") == DEVICES[found]
@@ -475,3 +480,15 @@ def test_what_the_user_said_of_texts_stays(sized: list[str]) -> None:
     assert (estimator.estimate(recipe).given.prompt, estimator.estimate(recipe).given.answer) == (70, 100)
     fewer = parse_recipe([*sized, "--answers.max_new_tokens", "40"])
     assert estimator.estimate(fewer).given.answer == 40, "no answer is longer than it may be"
+
+
+def test_a_part_of_a_gpu_is_measured_and_a_smaller_one_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "memory_of", lambda device: 40e9)
+    monkeypatch.setattr(figures, "available_memory", lambda device: 7)
+    for name, found in (
+        ("NVIDIA A100-SXM4-40GB", replace(DEVICES["a100"], memory=40e9)),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", Device("cuda:0", 0.0, 0.0, 7.0)),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", Device("cuda:0", 0.0, 0.0, 7.0)),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert device_here("cuda:0") == found

@@ -14,6 +14,8 @@ from draftsmith.errors import UserError
 from draftsmith.eval.conformance.spec import tiny_target
 from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.eagle3 import Eagle3Options
+from draftsmith.heads.hydra.head import HydraOptions
 from draftsmith.heads.quantized import BITS, quantize_head, round_weights, weight_bytes
 from draftsmith.heads.registry import find_method
 from draftsmith.target.target import Target
@@ -35,7 +37,11 @@ def head_of(name: str, target: Target = TARGET) -> DraftHead:
 
 
 def weights(head: DraftHead) -> dict[str, Tensor]:
-    return {name: m.weight.detach().clone() for name, m in head.named_modules() if isinstance(m, nn.Linear)}
+    return {
+        name: m.weight.detach().clone()
+        for name, m in head.named_modules()
+        if isinstance(m, nn.Linear) and m.weight is not None
+    }
 
 
 @pytest.mark.parametrize("kind", BITS)
@@ -145,3 +151,35 @@ def test_a_rounded_head_has_as_many_parameters(kind: str) -> None:
     half = replace(rounded, parameters=rounded.parameters // 2)
     assert rounded.unlike(half) == f"{rounded.parameters} parameters and not {half.parameters}"
     assert rounded.unlike(replace(rounded, parameters=0)) == "", "as earlier versions counted"
+
+
+def test_half_precision_is_rounded_as_any_other() -> None:
+    """Whose own numbers hold no scale of small weights."""
+    small = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * 1e-3
+    small[0] = 0
+    for kind in ("int8", "int4", "float8"):
+        rounded = round_weights(small.half(), kind)
+        torch.testing.assert_close(rounded.float(), round_weights(small.half().float(), kind), rtol=1e-3, atol=1e-7)
+        assert not rounded[0].any()
+
+
+def test_what_belongs_to_the_target_is_not_copied() -> None:
+    for name in SPECS:
+        head = head_of(name) if name != "another package's" else None
+        kept = getattr(head, "_target_head", [None])[0]
+        if head is not None and kept is not None:
+            assert quantize_head(head, "bfloat16")._target_head[0] is kept, name
+
+
+def test_a_projection_that_was_kept_as_it_was_counts() -> None:
+    trained, kept = (
+        find_method("eagle3").build(Eagle3Options([0, 1], train_lm_head=train), TARGET, torch.arange(80))
+        for train in (True, False)
+    )
+    assert weight_bytes(kept) == weight_bytes(trained)
+    assert weight_bytes(kept, "int8") == weight_bytes(trained, "int8")
+    own, shared = (
+        find_method("hydra").build(HydraOptions(num_heads=2, original_lm_head=one), TARGET, None)
+        for one in (False, True)
+    )
+    assert weight_bytes(own, "int8") - weight_bytes(shared, "int8") < 0.3 * (weight_bytes(own) - weight_bytes(shared))

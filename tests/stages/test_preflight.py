@@ -26,6 +26,7 @@ from draftsmith.stages.preflight import preflight
 from draftsmith.stages.session import Session, choose_device
 from draftsmith.stages.training import initial_head, train_inputs
 from draftsmith.target.target import Target, load_target
+from draftsmith.train.process import World
 from tests.heads.blocks import make_head
 from tests.helpers import save_target, tiny_tokenizer
 from tests.models import tiny_model
@@ -403,3 +404,9 @@ def test_settings_without_effect_are_warned_of(
     warned = re.findall("warning: .*, but .*", capsys.readouterr().err)
     assert len(warned) == bool(said.strip())
     assert not warned or re.search(said.strip(), warned[0])
+
+
+def test_processes_do_not_share_a_gpu_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftsmith.stages.session.world", lambda: World(1, 2, 1))
+    with pytest.raises(UserError, match=r"target.device is 'cuda:0', but 2 processes have a GPU each: set it to cuda"):
+        choose_device("cuda:0")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from draftsmith import storage
 from draftsmith.data.answers.generate import split_heldout
 from draftsmith.errors import UserError
-from draftsmith.recipe.record import DATA_STAGES, FOLLOWERS, STAGES
+from draftsmith.recipe.record import DATA_STAGES, FOLLOWERS, INSIDE, KNOWN, STAGES
 from draftsmith.stages.run import RunDirectory
 
 pytestmark = pytest.mark.full
@@ -547,3 +548,11 @@ def test_a_done_stage_that_lacks_what_is_needed_is_made_under_the_lock(tmp_path:
     record = RunDirectory(tmp_path).record("export")
     assert record is not None
     assert record.state == "running"
+
+
+def test_results_of_all_temperatures_are_a_stages_own() -> None:
+    for temperature in (0.0, 0.7, 1e-5, 1e20):
+        for stage, folder in (("evaluate", "evaluation"), ("simulate", "simulation")):
+            place = f"{folder}/t{temperature:g}"
+            assert re.fullmatch(KNOWN[stage], place)
+            assert INSIDE.fullmatch(f"{place}/result.json")

@@ -20,6 +20,7 @@ from draftsmith.stages.data import answers_stage
 from draftsmith.stages.evaluation import NOT_MEASURED
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import Start, _with_equal_batch, train_inputs, warn_of_untaught
+from draftsmith.train.checkpoints import window_of
 from tests.eval.training.test_history import line, make_run
 from tests.workplace import make_workplace, options
 
@@ -170,3 +171,11 @@ def test_what_answers_were_warned_of_is_warned_of_by_a_run_that_takes_them(
     answers_stage(making)
     answers_stage(taking)
     assert taking.warnings == ["prompts are read without"]
+
+
+def test_a_damaged_checkpoint_does_not_say_how_a_training_goes_on(tmp_path: Path) -> None:
+    for step, text in ((1, '{"step": 1, "window": 8}'), (2, '{"step": 2, "win')):
+        (tmp_path / f"step_{step}").mkdir()
+        (tmp_path / f"step_{step}" / "DONE").write_text("")
+        (tmp_path / f"step_{step}" / "progress.json").write_text(text)
+    assert window_of(tmp_path) == 8

@@ -220,6 +220,7 @@ def test_the_last_answer_of_a_talk_is_answered_anew() -> None:
         (["--output_dir", "{workplace}"], "There is no trained head in"),
         (["--output_dir", "{workplace}", "--head", "{workplace}/run"], "There are no finished answers in"),
         (["--data.heldout", "12"], "the head was trained with 10, so it has seen some of these answers"),
+        (["--train.row_tokens", "96"], "The head was trained with other data (train.row_tokens was"),
         (["--data.heldout", "3"], "There are only 3 conversations with answers to draft for"),
         (["--output_typo", "x"], "there is no key output_typo"),
     ],

@@ -81,7 +81,17 @@ def no_linear(target: Target) -> None:
     attention.q_proj = torch.nn.Sequential(attention.q_proj)
 
 
-@pytest.mark.parametrize("change", [hook, other_linear, no_linear, replaced_forward])
+def other_weight(target: Target) -> None:
+    """As torchao puts in, whose weights stand in plain linear layers."""
+
+    class Packed(torch.Tensor):
+        pass
+
+    layer = target.model.model.layers[3].self_attn.q_proj
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [hook, other_linear, other_weight, no_linear, replaced_forward])
 def test_a_model_that_others_changed_is_left_to_transformers(change: Callable[[Target], None]) -> None:
     target = make_target()
     change(target)

@@ -1,6 +1,7 @@
 """The target's view of a model is held against what transformers itself says."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from draftsmith.decoder.answers import Generation, Request
 from draftsmith.errors import UserError
 from draftsmith.heads.eagle3.head import Eagle3Options, build
 from draftsmith.target import pretrained
-from draftsmith.target.folder import TOKENIZER_FILES
+from draftsmith.target.folder import TOKENIZER_FILES, read_directory
 from draftsmith.target.pretrained import probe_ids
 from draftsmith.target.target import Target, TargetHead, context_of, describe_context, load_target
 from tests.models import KINDS, save_tiny_target, tiny_model
@@ -40,6 +41,26 @@ def test_a_hub_targets_tokenizer_is_fetched_with_its_weights(tmp_path: Path, mon
     monkeypatch.setattr(pretrained, "cached_file", cached_file)
     assert pretrained.weights_directory("owner/model") == tmp_path
     assert asked == ["model.safetensors", *TOKENIZER_FILES]
+
+
+def test_all_files_of_a_hub_target_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are looked into before transformers loads them."""
+    tiny_model("llama").save_pretrained(tmp_path / "hub", max_shard_size="40KB")
+    (tmp_path / "here").mkdir()
+
+    def fetch(path: str, name: str, **_options: Any) -> str | None:
+        if not (tmp_path / "hub" / name).is_file():
+            return None
+        return str(shutil.copy(tmp_path / "hub" / name, tmp_path / "here" / name))
+
+    def fetch_all(path: str, index: str) -> None:
+        for name in set(json.loads(Path(index).read_text())["weight_map"].values()):
+            fetch(path, name)
+
+    monkeypatch.setattr(pretrained, "cached_file", fetch)
+    monkeypatch.setattr(pretrained, "get_checkpoint_shard_files", fetch_all)
+    assert pretrained.weights_directory("owner/model") == tmp_path / "here"
+    assert len(read_directory(tmp_path / "here")) == len(load_target(str(tmp_path / "hub")).model.state_dict())
 
 
 @pytest.mark.parametrize("kind", KINDS)

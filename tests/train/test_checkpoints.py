@@ -78,3 +78,12 @@ def spoil(path: Path, way: str) -> None:
         path.unlink()
     else:
         path.write_bytes(data if way == "flipped" else data[: len(data) // 2])
+
+
+def test_a_damaged_one_is_replaced_when_training_comes_there_again(folder: Path) -> None:
+    spoil(folder / "step_3" / "model.safetensors", "cut")
+    accelerator, head = prepared()
+    with torch.no_grad():
+        next(head.parameters()).fill_(30)
+    save_training_state(accelerator, folder, Progress(step=3), head)
+    assert resume(folder) == (3, 30.0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from draftsmith.errors import StoppedError, UserError
 from draftsmith.train import meeting as meetings
@@ -231,3 +232,14 @@ def test_a_rank_whose_master_never_answers_says_so(
             Meeting(World(1, 2, 1), voice)
     assert place in str(refused.value)
     assert (f"rank 0 at {place} (rank 1 of 2 on " in voice.getvalue()) is not bool(started)
+
+
+def test_processes_that_are_started_again_meet_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the store of their launcher, which has outlived those before."""
+    port = int(os.environ["MASTER_PORT"])
+    launcher = TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for attempt in range(3):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(attempt))
+        assert both(*[lambda met: met.compare({"step": 3}, "x")] * 2) == [None, None]
+    assert launcher is not None

@@ -269,3 +269,8 @@ def test_shares_are_found_in_the_order_of_their_items(items: str, rank: int, mon
         monkeypatch.setattr(parallel.distributed, name, lambda value=value: value)
     monkeypatch.setattr(parallel.distributed, "all_gather_object", gather)
     assert parallel.over_ranks(items, look) == every
+
+
+def test_half_precision_without_a_scaler_is_refused() -> None:
+    with pytest.raises(UserError, match="fp16, whose losses are scaled on a GPU alone"):
+        make_accelerator(replace(SPEC, precision="fp16"), torch.device("cpu"))

@@ -329,6 +329,8 @@ def write_facts(facts: str, what: str, *rest: str) -> int:
         from scripts.bench.gpu.rounding import numbers
 
         name, device, *small = rest
+        if torch.device(device).index is not None:
+            torch.cuda.set_device(device)  # which Accelerate and the counts of memory go by
         shape = shapes.SMALL if small else shapes.EIGHT_BILLION
         for piece, value in {**shapes.PARTS, "numbers": numbers}[name](torch.device(device), shape):
             print(f"{piece}: {time.perf_counter() - started:.1f} s", flush=True)

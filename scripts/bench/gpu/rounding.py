@@ -8,6 +8,7 @@ from torch import Tensor
 
 from draftsmith.data.batch import TrainBatch
 from draftsmith.heads.base import DraftHead
+from draftsmith.heads.layers.compiled import compiling
 from draftsmith.heads.layers.row_plan import plan_rows
 from draftsmith.heads.layers.ttt_attention import eager_ttt_attention, ttt_attention, why_eager
 from draftsmith.heads.losses.head_loss import head_loss
@@ -23,7 +24,8 @@ def numbers(device: torch.device, shape: Shape) -> Facts:
     target = make_target(device, replace(shape, layers=8))
     batch, head = make_batch(target, 1, shape.row).to(device), make_head(target, shape).to(device)
     for steps in (1, STEPS):
-        exact, rounded, again = (_gradients(target, head, batch, steps, half=half) for half in (False, True, True))
+        with compiling(None, device):  # as training does
+            exact, rounded, again = (_gradients(target, head, batch, steps, half=half) for half in (False, True, True))
         errors = sorted((_error(rounded[name], exact[name]), name) for name in exact)
         facts = {"median": errors[len(errors) // 2][0], "largest": errors[-1][0], "of": errors[-1][1]}
         yield (

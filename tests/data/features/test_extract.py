@@ -366,3 +366,14 @@ def test_a_longer_list_of_samples_adds_to_the_store(tmp_path: Path, monkeypatch:
         extract(make_target(), samples, tmp_path / f"after-{name}", **settings, kept=tmp_path / name)
         assert sorted(computed) == sorted(f"line-{number}" for number in expected)
     assert all_bytes(tmp_path / "after-fewer") == all_bytes(tmp_path / "after-none")
+
+
+def test_states_that_float16_does_not_hold_are_refused(tmp_path: Path) -> None:
+    target = make_target()
+    target.embedding.data.mul_(1e6)
+    samples = [Tokenized(torch.tensor([3, 4, 5]), torch.tensor([0, 1, 1]), "one", "a")]
+    with pytest.raises(
+        UserError, match=r"features.dtype is float16, .* 65,504, in one of the samples one: take bfloat16"
+    ):
+        compute_states(target, samples, (0, 1), torch.float16)
+    assert bool(compute_states(target, samples, (0, 1), torch.bfloat16).aux.isfinite().all())

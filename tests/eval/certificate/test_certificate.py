@@ -19,6 +19,7 @@ from draftsmith.eval.certificate.certificate import Design, Judge, checks_of, dr
 from draftsmith.eval.certificate.controls import CONTROLS, Control, setting_of, spoiled
 from draftsmith.eval.conformance.spec import Spec, tiny_target
 from draftsmith.eval.drafters.system import Way
+from draftsmith.eval.results.result import Divergence, Lossless
 from draftsmith.foreign.records import Journal
 from draftsmith.heads.eagle.base import EagleDrafter
 from draftsmith.heads.eagle3 import Eagle3Options
@@ -167,3 +168,12 @@ def test_no_fault_outlasts_an_error() -> None:
     with pytest.raises(ZeroDivisionError), spoiled(CONTROLS[0], spec().target):
         assert 1 / (captured.verify is right)
     assert captured.verify is right
+
+
+def test_parting_at_an_unknown_gap_is_said_as_such() -> None:
+    parted = (Divergence("p", "a", 3, 1, 2, None), Divergence("q", "a", 3, 1, 2, 0.5))
+    found = certificate.judge_greedy("eagle3", Lossless("float32", 30, 28, parted))
+    assert found.reasons[0].startswith("1 of 30 greedy answers part where the logits are up to 0.5 apart")
+    assert found.reasons[1] == (
+        "1 of 30 greedy answers part where one has ended, or the other server does not tell how likely the token is"
+    )

@@ -115,3 +115,12 @@ def test_the_clock_starts_with_the_call_and_turns_over_at_the_first_tokens(targe
         assert helped.seconds["ttft"] >= 4 * pause
     finally:
         handle.remove()
+
+
+def test_a_cache_is_used_though_the_configuration_says_none(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    monkeypatch.setattr(target.model.generation_config, "use_cache", False)
+    handle = target.model.model.embed_tokens.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+    plain(target).decode(requests(1, 4), Sampling())
+    handle.remove()
+    assert lengths[1:] == [1, 1, 1]

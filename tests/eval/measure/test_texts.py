@@ -30,8 +30,6 @@ from tests.models import tiny_model
         ("It sank to -3 degrees", 3, False),
         ("7, as 3 + 4", 7, False),
         ("No idea", 7, False),
-        ("<think>9</think>It is 7", 7, True),
-        ("It is 7<think>", "7", True),
         ('{"b": 2, "a": [1]}', {"a": [1], "b": 2}, True),
         ('Here:\n```json\n{"a": 1}\n```\n', {"a": 1}, True),
         ('{"a": 1', {"a": 1}, False),
@@ -51,7 +49,6 @@ def test_what_is_right(answer: str, reference: Any, right: bool) -> None:
     [
         ('{"a": [1, {"b": null}]}', True),
         (" [] \n", True),
-        ('<think>{</think>\n{"a": 1}', True),
         ('Here you are:\n```json\n{"a": 1}\n```\nAnything else?', True),
         ('```\n{"a": 1\n```', False),
         ('Here you are: {"a": 1}', False),

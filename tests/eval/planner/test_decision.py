@@ -423,3 +423,13 @@ def test_a_chain_that_is_faster_than_the_tree_is_deployed_as_ever(tree_first: bo
     assert decision.rules.tree is None
     assert decision.served is decision.rules
     assert "export/eagle3" in engine_settings(decision)["vllm"][0].text
+
+
+def test_the_order_of_results_decides_nothing() -> None:
+    """What keeps speculation off is told of the lowest temperature."""
+    cold, warm = (result(t, {"overall": alpha, "chat": alpha}) for t, alpha in ((0.0, 0.3), (1.0, 0.02)))
+    first, second = (make_decision(pair, table(draft_ms=8.0), "costs.json") for pair in ((cold, warm), (warm, cold)))
+    assert first is not None
+    assert second is not None
+    assert first.verdict == second.verdict
+    assert not first.verdict.headline.startswith("Deploy")

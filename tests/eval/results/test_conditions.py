@@ -216,3 +216,18 @@ def test_groups_of_thought_and_answer_add_up_and_split_at_the_mark() -> None:
 def test_a_warning_of_long_texts_needs_a_fall(past: float, said: str) -> None:
     found = explain_past(10, (Group("within", 100, 2.0), Group("past", 100, past)))
     assert said in found if said else found == ""
+
+
+def test_the_answer_is_what_stands_behind_the_thought_though_marks_are_special() -> None:
+    """A text without special tokens no longer tells where the thought ended."""
+    words = {"[T]": 0, "[/T]": 1, "maybe": 2, "yes": 3}
+    decode = {number: word for word, number in words.items()}
+
+    def spell(ids: Any) -> str:
+        return " ".join(decode[i] for i in ids)
+
+    thinking = Thinking(spell, ("[T]", "[/T]"))
+    asked = Request("1", "a", (3,), 9)
+    assert thinking.answer(Generation(asked, [0, 2, 1, 3], "eos")) == [3]
+    assert thinking.answer(Generation(asked, [3, 2], "eos")) == [3, 2]
+    assert thinking.answer(Generation(asked, [0, 2], "length")) == []

@@ -11,7 +11,7 @@ from draftsmith.decoder.draft import LengthRule
 from draftsmith.decoder.sampling import Sampling, probs
 from draftsmith.decoder.trees import StaticTree
 from draftsmith.errors import UserError
-from draftsmith.eval.simulate.acceptance import Acceptance, acceptance, token_ranks
+from draftsmith.eval.simulate.acceptance import Acceptance, _text_probabilities, acceptance, token_ranks
 from draftsmith.heads.base import HeadOutput, StepOutput
 from draftsmith.target.target import TargetHead
 from tests.eval.simulate.test_acceptance import make_batch
@@ -224,3 +224,24 @@ def test_a_token_at_the_edge_of_the_settings_keeps_its_share(
     assert float(inside.c_BLK[0, 0, 0]) == pytest.approx(float(q / share), rel=1e-5)
     with pytest.raises(UserError, match="probability 0"):
         found(1.5 * margin)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1.0, top_p=0.9), Sampling(1.0, min_p=0.1), Sampling(0.7, top_p=0.95)])
+def test_rounding_of_other_tokens_does_not_refuse_a_text(sampling: Sampling) -> None:
+    """Of top-p the mass before a token is at the edge, of min-p the likeliest token, however far the next kept one is."""
+    head = TargetHead(torch.eye(4))
+
+    def refused(second: float) -> bool:
+        last = torch.tensor([[0.0] * 4, [0.0] * 4, [4.0, second, -9.0, -9.0], [0.0] * 4])
+        batch = make_batch([3, 3, 2, 1], [0, 1, 1, 1], [0] * 4, last, head)
+        try:
+            _text_probabilities(batch, head, torch.tensor([2]), sampling)
+        except UserError:
+            return True
+        return False
+
+    places = [refused(4.0 - gap / 1000) for gap in range(0, 6000, 2)]
+    edge = places.index(True)
+    kept = next(i for i in range(3000) if probs(torch.tensor([[4.0, 4.0 - i / 500, -9.0, -9.0]]), sampling)[0, 1] <= 0)
+    assert all(places[edge:])
+    assert (edge - kept) / 500 == pytest.approx(0.01, abs=0.003), "the margin of float32, in the token's own logit"

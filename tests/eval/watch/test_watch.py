@@ -315,9 +315,9 @@ MADE = {"created": 1_700_000_000}
         ([""] * 1001, [], "is no log that is known"),
         ([GOOD], [], "tells no times"),
         (
-            [GOOD | MADE, GOOD | {"created": 1_699_990_000}],
+            ['{"choices": [{"index": 0, "message": {"role": "assistant", "content": "Hi."}}]}'],
             [],
-            "line 2, was made 2.8 hours before one above it: clocks ran",
+            "--per-request-spec-decode-metrics",
         ),
         ([GOOD | MADE, llama([1, 2]) | MADE], [], "mixes what vLLM and llama.cpp tell"),
         ([GOOD | MADE | {"slice": f"s{i}"} for i in range(60)], [], "more than 50 slices by 'slice'"),
@@ -358,3 +358,54 @@ def test_a_damaged_line_is_left_out_and_a_state_of_another_source_refused(capfd:
     assert watch("--records", "others.jsonl", "--once") == 2
     assert "watch.json is about answers.jsonl, not others.jsonl" in capfd.readouterr().err
     assert LOW in Path("watch.json").read_text()
+
+
+def test_calls_schemas_and_thoughts_are_kept_with_what_was_asked(tmp_path: Path) -> None:
+    call = {"id": "4", "type": "function", "function": {"name": "mail", "arguments": '{"to": "jo@mail.org"}'}}
+    asked = [
+        {"role": "user", "content": "write to jo@mail.org"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "4", "content": "sent"},
+    ]
+    answer = {"role": "assistant", "content": "Done.", "reasoning_content": "jo@mail.org has it"}
+    tools = [{"type": "function", "function": {"name": "mail", "parameters": {"type": "object"}}}]
+    only_call = {"role": "assistant", "content": None, "tool_calls": [call]}
+    keeper = Keeper(tmp_path, 5, 9.0, None, lambda: 1.0)
+    for name, more in (
+        ("a", {"messages": asked, "tools": tools, "choices": [{"message": answer}]}),
+        ("b", {"messages": asked[:1], "tools": tools, "choices": [{"message": only_call}]}),
+        ("c", {"choices": [{"message": answer}]}),
+    ):
+        seen = Observation(100.0, 110.0, 1.0, 1.0, name, False, False)
+        keeper.add({"all": [Event("all", seen, more)]}, {"all": 1.5})
+    whole, called = load_conversations([str(tmp_path / FILE)])
+    assert "jo@mail.org" not in (tmp_path / FILE).read_text()
+    assert whole.tools == called.tools == tuple(tools)
+    assert [m["role"] for m in whole.messages] == ["user", "assistant", "tool", "assistant"]
+    assert whole.messages[1]["tool_calls"][0]["function"]["arguments"] == {"to": "[EMAIL]"}
+    assert whole.messages[3]["reasoning_content"] == "[EMAIL] has it"
+    assert called.messages[1]["tool_calls"][0]["function"]["name"] == "mail"
+
+
+def test_an_answer_that_comes_late_does_not_end_a_watch(capfd: pytest.CaptureFixture[str]) -> None:
+    rows = list(answers(700, lambda _: 0.6))
+    rows[500]["created"] -= 3 * 3600
+    write(rows)
+    assert follow() == 0
+    assert (
+        "line 501, was made 3.0 hours before one above it, and is taken to come with that one" in capfd.readouterr().err
+    )
+
+
+def test_a_watch_goes_on_with_the_clock_and_the_baseline_that_it_began_with(capfd: pytest.CaptureFixture[str]) -> None:
+    write(answers(700, lambda _: 0.6))
+    assert follow() == 0
+    state = Path("watch.json").read_text()
+    for words, what in (
+        (["--per-day", "9600"], "--per-day is 9600.0, but watch.json was begun with None: give the same, name another"),
+        (["--tag", "kind"], "--tag is kind, but watch.json was begun with slice"),
+        (["--baseline", "500"], "--baseline is 500, but watch.json was begun with 300"),
+    ):
+        assert follow(*words) == 2
+        assert what in capfd.readouterr().err
+    assert Path("watch.json").read_text() == state

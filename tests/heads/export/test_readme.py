@@ -15,7 +15,7 @@ from draftsmith.heads.formats.engines import ENGINES, Serving, one_gpu
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.formats.llama_cpp import start_llama_cpp
 from draftsmith.heads.record import RECORD
-from tests.exports import PLAIN, make_eagle3, make_target
+from tests.exports import PLAIN, make_eagle3, make_medusa, make_target
 
 # What the lines of engines must say for a layout.
 VLLM_METHODS = {
@@ -63,7 +63,9 @@ def write(folder: Path, layout: str, name: str = "my target", **options) -> str:
     if layout == "mtp":  # which engines look for in some classes
         target.model.config.architectures = ["Glm4MoeForCausalLM"]
     keywords = {"num_speculative_tokens": 5, "dtype": "bfloat16"} | options
-    export_head(PLAIN[layouts()[layout].method](target), target, folder, layout=layout, **keywords)
+    # The original code makes five Medusa heads, whatever is in the file.
+    plain = make_medusa(target, num_heads=5) if layout == "medusa" else PLAIN[layouts()[layout].method](target)
+    export_head(plain, target, folder, layout=layout, **keywords)
     return (folder / "README.md").read_text(encoding="utf-8")
 
 

@@ -7,6 +7,7 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from draftsmith.heads.formats.engines import ENGINES, SERVED, Serving, split_obs
 from draftsmith.heads.formats.layout import Layout, Rule, layouts, layouts_of
 from draftsmith.heads.formats.schema import ModelFiles
 from draftsmith.heads.registry import methods, served_method
-from draftsmith.target.target import Target
+from draftsmith.target.target import Target, shortened
 from scripts.bench.engines.page import PAGES, TABLES, measured, read_results, rendered
 from tests.exports import (
     LLAMA3,
@@ -133,6 +134,8 @@ HEADS = {
         t, hidden_size=32, train_embeddings=True
     ),
     "P-EAGLE's head.fc_norm": lambda t: make_peagle(t, fc_norm=True),
+    "layer 0 among head.layer_ids, for DFlash2": lambda t: make_dflash2(t, layer_ids=(0, 3)),
+    "layer 0 among head.layer_ids, for Domino": lambda t: make_domino(t, layer_ids=(0, 3)),
     "a draft vocabulary of its own": lambda t: make_dflash(t, VOCAB),
     "a draft vocabulary of its own, for DFlash2": lambda t: make_dflash2(t, VOCAB),
     "a target whose output projection has a bias, for DFlash2": lambda t: make_dflash2(biased(t)),
@@ -163,6 +166,7 @@ HEADS = {
     "a target whose output projection has a bias": lambda t: make_eagle1(biased(t)),
     "another activation than SiLU": gelu,
     "head.num_layers above 1": lambda t: make_medusa(t, num_layers=2),
+    "another head.num_heads than 5": lambda t: make_medusa(t, num_heads=3),
     "head.original_lm_head": lambda t: make_medusa(t, original_lm_head=True),
     "head.num_layers above 1 and head.original_lm_head": lambda t: make_medusa(t, num_layers=2, original_lm_head=True),
     "head.original_lm_head, for a target whose output projection has a bias": lambda t: make_medusa(
@@ -249,7 +253,7 @@ def test_splits_are_what_the_engines_assert(gpus, vocab):
 
 def test_splits_of_medusa():
     target = make_target()
-    own, shared = (make_medusa(target, original_lm_head=shared) for shared in (False, True))
+    own, shared = (make_medusa(target, num_heads=5, original_lm_head=shared) for shared in (False, True))
     files = convert_head(own, target, layout="medusa_tgi")
     assert split_obstacle("tgi", files, 5) is None
     with pytest.raises(UserError, match=r"tensor_parallel is 5, but TGI cannot .* 64 units .*original_lm_head false"):
@@ -344,3 +348,45 @@ def test_engines_that_change_the_draft_length_with_the_batch_are_given_the_table
     one = replace(planned, by_batch=((1, 64, 5),))
     for start in (start_vllm("eagle3"), start_sglang("EAGLE3")):
         assert start(one) == start(replace(planned, by_batch=())), "one length for all batches needs no table"
+
+
+def test_engines_are_started_no_longer_than_a_target_keeps_its_frequencies() -> None:
+    """With more room vLLM and llama.cpp take LongRoPE's long factors from the first token on."""
+    long = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    config = SimpleNamespace(max_position_embeddings=131072, original_max_position_embeddings=4096, rope_scaling=long)
+    assert shortened(config) == 4096
+    assert shortened(SimpleNamespace(max_position_embeddings=4096, rope_scaling=None)) == 0
+    words = {
+        "vllm": "--max-model-len",
+        "sglang": "--context-length",
+        "tensorrt_llm": "--max_seq_len",
+        "llama_cpp": "-c",
+    }
+    for layout in layouts().values():
+        for engine, served in layout.engines.items():
+            asked = Serving("draft", "target", 3, context=shortened(config))
+            text = "".join(one.text for one in served.start(asked))
+            plain = "".join(one.text for one in served.start(replace(asked, context=0)))
+            if engine in words and "convert_checkpoint" not in text:
+                assert f"{words[engine]} 4096" in text, (layout.name, engine)
+            assert "4096" not in plain
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("is_neox_style", False), ("rope_is_neox_style", False), ("use_gemma_norm", True), ("input_embedding_scale", 2.0)],
+)
+def test_keys_by_which_an_engine_computes_otherwise_are_refused(key: str, value: Any, tmp_path: Path) -> None:
+    target = make_target()
+    folder = export_head(make_dflash(target), target, tmp_path / "out")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(UserError, match=f"is a block drafter with {key} .*, which is not computed here"):
+        layouts()["dflash"].load(folder, target)
+
+
+def test_embeddings_of_another_width_are_the_heads_own_in_every_engine() -> None:
+    target = make_target()
+    head = make_eagle3(target, hidden_size=32, train_embeddings=True)
+    files = convert_head(head, target, layout="eagle3")
+    assert not layouts()["eagle3"].blocking_rules(files, target, head)

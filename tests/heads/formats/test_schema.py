@@ -161,7 +161,7 @@ def test_an_export_to_the_default_layout_replaces_one_of_its_kind_and_nothing_el
     (place / "config.json").write_text("{}")
     export_head(head, target, place)
     assert json.loads((place / "config.json").read_text()) != {}
-    foreign = "medusa_lm_head.safetensors" if method == "eagle3" else "model.safetensors"
+    foreign = "medusa_lm_head.pt" if method == "eagle3" else "model.safetensors"
     (place / foreign).write_text("mine")
     with pytest.raises(UserError, match=f"not a model folder .it holds .'{foreign}'"):
         export_head(head, target, place)

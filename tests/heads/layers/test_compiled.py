@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from draftsmith.data.batch import collate
 from draftsmith.data.features.extract import compute_features
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.layers.compiled import compiling, is_compiling
+from draftsmith.heads.layers.compiled import compiled, compiling, is_compiling
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.target.target import Target
@@ -101,3 +102,13 @@ def test_where_nothing_can_be_compiled_training_is_eager_and_says_so_or_is_refus
         assert not is_compiling()
     assert "the training pass runs without train.compile" in capsys.readouterr().err
     assert not is_compiling()
+
+
+def test_the_limit_of_graphs_holds_in_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where backward passes on a GPU run."""
+    function = compiled(lambda x: x * 2)
+    kinds = [torch.ones((2,) * n, dtype=dtype) for n in range(1, 7) for dtype in (torch.float32, torch.float64)]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    with compiling(True, CPU), ThreadPoolExecutor(1) as pool:
+        for x in kinds:  # a graph each
+            assert torch.equal(pool.submit(function, x).result(), 2 * x)

@@ -34,9 +34,18 @@ def write(folder: Path, layout: str, target: Target | None = None, **options) ->
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and the tensors of every safetensors file, as an engine finds them."""
-    (weights,) = folder.glob("*.safetensors")
-    return json.loads((folder / "config.json").read_text()), load_file(weights)
+    """config.json and the tensors, as an engine finds them: the original code looks for a pickle alone."""
+    tensors = torch.load(pickle) if (pickle := folder / "medusa_lm_head.pt").is_file() else load_file(weights(folder))
+    return json.loads((folder / "config.json").read_text()), tensors
+
+
+def weights(folder: Path) -> Path:
+    (found,) = [*folder.glob("*.safetensors"), *folder.glob("*.pt")]
+    return found
+
+
+def keep(tensors: dict[str, Tensor], file: Path) -> None:
+    (save_file if file.suffix == ".safetensors" else torch.save)(tensors, file)
 
 
 def our_logits(head: MedusaHead, y: Tensor) -> list[Tensor]:
@@ -172,7 +181,7 @@ def test_an_export_with_other_logits_is_not_kept(tmp_path, monkeypatch):
     def swapped(path: Path, target: Target) -> MedusaHead:
         tensors = read(path)[1]
         tensors["4.1.weight"] = tensors["4.1.weight"].flip(0)
-        save_file(tensors, path / "medusa_lm_head.safetensors")
+        keep(tensors, weights(path))
         return load(path, target)
 
     load = layouts()["medusa"].load
@@ -203,9 +212,8 @@ def test_an_export_with_other_logits_is_not_kept(tmp_path, monkeypatch):
 def test_a_bad_directory_is_one_sentence(layout, change, words, tmp_path):
     target, _ = write(tmp_path / "out", layout)
     config, tensors = read(tmp_path / "out")
-    (weights,) = (tmp_path / "out").glob("*.safetensors")
     change(tensors, config)
-    save_file(tensors, weights)
+    keep(tensors, weights(tmp_path / "out"))
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=words):
         layouts()[layout].load(tmp_path / "out", target)

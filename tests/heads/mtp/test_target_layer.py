@@ -1,5 +1,6 @@
 """The target's own decoder layer as an MTP block: all of it is trained, its router stays exact, and what it cannot be is refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,3 +75,19 @@ def test_what_the_layer_is_not_is_refused(kind: str, options: dict[str, Any], wo
     with pytest.raises(UserError, match=words) as caught:
         build(MtpOptions(layer="target", **options), target, None)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["deepseek", "glm4_moe"])
+def test_a_batch_without_a_row_has_gradients_of_zeros(case: str) -> None:
+    """Such as documents that end with the first token of their answers; processes wait for each other's gradients."""
+    kind, keys = OWN_LAYERS[case]
+    target = make_target(kind, num_hidden_layers=2, **keys)
+    head = build(MtpOptions(layer="target", mtp_steps=2), target, None).train()
+    batch = pack(target, documents_of(target), ())
+    empty = replace(batch, mask=torch.zeros_like(batch.mask))
+    steps = head(empty, 2).steps
+    assert [len(step.logits) for step in steps] == [0, 0]
+    sum(step.logits.sum() for step in steps).backward()
+    given = {name: p.grad for name, p in head.named_parameters() if p.grad is not None}
+    assert "layers.0.self_attn.o_proj.weight" in given
+    assert not any(bool(grad.any()) for grad in given.values())

@@ -63,15 +63,10 @@ def round_weights(weight: Tensor, kind: str) -> Tensor:
 
 
 def weight_bytes(head: DraftHead, kind: str | None = None) -> int:
-    """Return the bytes of a head's weights, without the target's, as they are, or with the linear layers as `kind` and their scales: what
-    was trained, an adapter that is merged into its target left out, and an output projection that was kept as it was."""
-    merged = getattr(head, "merged", None) is not None
-    held = {name: p for name, p in head.named_parameters() if p.requires_grad or name.startswith("lm_head.")}
-    weights = {
-        id(p): float(p.numel() * p.element_size())
-        for name, p in held.items()
-        if not (merged and name.startswith("adapter."))
-    }
+    """Return the bytes of a head's weights as they are, or with the linear layers as `kind` and their scales: what was trained, and an output
+    projection that was kept as it was."""
+    held = (p for name, p in head.named_parameters() if p.requires_grad or name.startswith("lm_head."))
+    weights = {id(p): float(p.numel() * p.element_size()) for p in held}
     for module in _layers(head, kind) if kind else ():
         if id(weight := module.weight) in weights:
             group = module.in_features if kind != "int4" else _group(module.in_features)

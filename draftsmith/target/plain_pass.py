@@ -110,9 +110,9 @@ def _is_plain(layer: Any) -> bool:
         mlp.up_proj,
         mlp.down_proj,
     )
+    kind = type(layer.input_layernorm.weight)  # nn.Parameter, unless all tensors are of another kind
     plain = all(
-        type(part) is PackedLinear or (type(part) is nn.Linear and type(part.weight) is nn.Parameter)
-        for part in products
+        type(part) is PackedLinear or (type(part) is nn.Linear and type(part.weight) is kind) for part in products
     )
     return plain and type(attention).__module__ == type(mlp).__module__ == type(layer).__module__
 

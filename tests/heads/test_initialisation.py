@@ -123,7 +123,7 @@ def test_own_projections_start_with_that_scale(kind: str, method: str) -> None:
     if method.startswith("medusa"):
         found = head.lm_heads[1](state)
     elif method == "hydra":
-        found = head.hydra_lm_head[1](state, target.head)
+        found = head.hydra_lm_head[1].of(state, target.head)
     else:
         found = head.lm_head(state)
         if kind == "granite":  # whose norm has the scale
@@ -147,7 +147,7 @@ def test_hydras_bias_starts_as_the_targets() -> None:
     target = Target(model, path="tiny", fingerprint="tiny")
     head = find_method("hydra").build(OPTIONS["hydra"], target, None)
     state = torch.randn(3, target.hidden_size, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(head.hydra_lm_head[0](state, target.head), target.head.logits(state))
+    torch.testing.assert_close(head.hydra_lm_head[0].of(state, target.head), target.head.logits(state))
 
 
 @torch.no_grad()

@@ -246,22 +246,19 @@ def samples_at_hand(session: Session, count: int) -> list[Tokenized]:
     finished = own and session.data.holds("answers", answer_inputs(session))
     if finished:
         return load_samples(session, answers_file(session))[:count]
-    whole = len(session.conversations)
-    for some in (count, 100 * count, whole):
+    whole, samples, why = len(session.conversations), list[Tokenized](), ""
+    for some in sorted({min(n, whole) for n in (count, 100 * count, whole)}):
         try:
-            samples = load_samples(session, None, min(some, whole))[:count]
-        except UserError as error:
-            if some < whole:
-                continue
-            if not own:
+            samples = load_samples(session, None, some)[:count]
+        except UserError as error:  # the first few may have nothing to learn, or be too long
+            if some == whole and not own:
                 raise
-            samples, why = [], f", and the data hold none to show ({str(error).rstrip('.')})"
-        else:
-            why = ": those of the data stand here for them"
-        if len(samples) == count or some >= whole:
+            why = str(error).rstrip(".")
+        if len(samples) == count:
             break
     if own:
-        say(f"answers.regenerate is true, but the target's own answers are not made yet{why}")
+        shown = ": those of the data stand here for them" if samples else f", and the data hold none to show ({why})"
+        say(f"answers.regenerate is true, but the target's own answers are not made yet{shown}")
     return samples
 
 

@@ -281,3 +281,18 @@ def test_the_table_of_switches_is_that_of_the_options() -> None:
             printed[key] = named
     assert len(printed) >= 15
     assert printed == {key: {name for name, has in options.items() if key in has} for key in printed}
+
+
+def test_of_repeated_options_the_last_counts(tmp_path: Path) -> None:
+    for name in ("eagle3", "medusa"):
+        (tmp_path / f"{name}.yaml").write_text(f"method: {name}\ntarget: {{path: t}}\n")
+    files = [f"--recipe={tmp_path}/eagle3.yaml", "--recipe", f"{tmp_path}/medusa.yaml"]
+    assert parse_recipe(files).method == "medusa"
+    made = parse_recipe(["--target.path", "t", "--method", "eagle3", "--method", "medusa"])
+    assert (made.method, type(made.head)) == ("medusa", methods()["medusa"].options_class)
+
+
+def test_no_precision_needs_no_quotes(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("target: {path: t}\ntrain: {precision: no}\n")
+    assert parse_recipe(["--recipe", str(tmp_path / "r.yaml")]).train.precision == "no"
+    assert parse_recipe(["--target.path", "t", "--train.precision", "no"]).train.precision == "no"

@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 import draftsmith
 from draftsmith import Generation, Request
 from draftsmith.cli.main import main
 from draftsmith.data.conversations.templates import encode, load_tokenizer
+from draftsmith.stages.evaluator import _spelled
 from draftsmith.target.target import Target
 
 pytestmark = pytest.mark.slow
@@ -66,3 +68,14 @@ def test_a_head_for_gemma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     exported = draftsmith.load_head(draftsmith.export(head, target, "export", layout="eagle3"), target)
     again = draftsmith.decode(target, exported, prompts[:2], num_speculative_tokens=2, batch=2)
     assert [answer.rounds for answer in again] == [answer.rounds for answer in drafted[:2]]
+
+
+def test_worked_examples_spell_the_text() -> None:
+    """Whatever a token alone would be: the decoder of Llama 2 takes a space away, and a character may have several tokens."""
+    words = {"▁the": 0, "▁cat": 1, "s": 2, "<0xC3>": 3, "<0xA9>": 4}
+    tokenizer = Tokenizer(models.BPE(words, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    assert [*_spelled(fast, [0, 1, 2, 3, 4])] == ["the", " cat", "s", "", "é"]

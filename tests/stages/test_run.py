@@ -405,6 +405,15 @@ def test_inspect_shows_the_recipes_own_answers_or_the_data(
     assert main(["inspect", *options(workplace, finished), *given, "--count", "1"]) == 0
     assert replaced not in capsys.readouterr().err
 
+    # The first is too long to be learned, the others are not; then prompts alone, which the target is to answer.
+    long = [{"messages": [{"role": "user", "content": "Hi " * 400}, rows[0]["messages"][1]]}]
+    other.write_text("".join(json.dumps(row) + "\n" for row in long + rows))
+    assert main(["inspect", *options(workplace, finished), *given, "--count", "1"]) == 0
+    assert "Something else." in capsys.readouterr().out
+    other.write_text(json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) + "\n")
+    assert main(["inspect", *options(workplace, finished), "--data.sources", f"[{other}]", "--count", "1"]) == 0
+    assert "not made yet, and the data hold none to show (" in " ".join(capsys.readouterr().err.split())
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "redo"), [("run", False), ("train", True)])

@@ -9,7 +9,9 @@ from typing import Any, ClassVar, cast
 
 import pytest
 
+from draftsmith.cli.main import main
 from draftsmith.data.conversations.templates import Prompt, prepare_prompts
+from draftsmith.errors import UserError
 from draftsmith.fields import LATER, fingerprint_fields
 from draftsmith.heads.vocab import Coverage
 from draftsmith.recipe.parse import parse_recipe
@@ -179,3 +181,21 @@ def test_a_damaged_checkpoint_does_not_say_how_a_training_goes_on(tmp_path: Path
         (tmp_path / f"step_{step}" / "DONE").write_text("")
         (tmp_path / f"step_{step}" / "progress.json").write_text(text)
     assert window_of(tmp_path) == 8
+
+
+def test_servers_are_asked_where_answers_are_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though finished ones are there, also where they were changed since."""
+    asked: list[str] = []
+
+    def serve(url: str, names: list[str]) -> None:
+        asked.append(url)
+        raise UserError("nobody is there")
+
+    folder = make_workplace(tmp_path)
+    monkeypatch.setattr(data, "AnswerServer", serve)
+    words = [*options(folder, tmp_path / "run"), "--answers.servers", '["http://x"]']
+    assert main(["regenerate", *words[:-2]]) == 0
+    assert main(["regenerate", *words]) == 0
+    (tmp_path / "run" / "answers.jsonl").write_text("changed\n")
+    assert main(["regenerate", *words, "--redo", "answers"]) == 2
+    assert asked == ["http://x"]

@@ -20,10 +20,11 @@ from draftsmith.decoder.trees import StaticTree, load_tree, read_origin
 from draftsmith.eval.clocks.costs import measure_costs
 from draftsmith.eval.results.result import Costs, read_result
 from draftsmith.eval.simulate.texts import head_simulator, to_sample
+from draftsmith.eval.tree_search.lengths import Spent
 from draftsmith.eval.tree_search.search import TextRanks, TreeCosts, find_trees, measure_tree, read_ranks
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.registry import methods
-from draftsmith.stages.tree_search import _of_any_depth, answer_start
+from draftsmith.stages.tree_search import _by_slice, _of_any_depth, answer_start
 from draftsmith.target.target import load_target
 from tests.workplace import digests, fails, make_workplace
 
@@ -252,3 +253,12 @@ def test_a_method_without_static_trees_is_refused(
     monkeypatch.setitem(methods(), "medusa", replace(methods()["medusa"], trees=frozenset({"drawn"})))
     assert search(workplace, "--nodes", "3") == 2
     assert "of medusa, which drafts no static trees" in capsys.readouterr().err
+
+
+def test_a_slice_without_a_drafted_token_has_no_speedup() -> None:
+    """Such as one whose answers are all one word."""
+    two = np.array([4.0, 0.0])
+    spent = {"1 tokens": Spent(two, two / 2, two, 3 * two), "adaptive": Spent(two, two / 2, two, 2 * two)}
+    found = _by_slice(spent, ["chat", "yes/no"], 6.0)
+    assert found["adaptive"]["speedup"] == {"overall": 3.0, "chat": 3.0}
+    assert found["1 tokens"]["speedup"] == {"overall": 2.0, "chat": 2.0}

@@ -60,6 +60,8 @@ def test_folder_glob_json_and_limit(tmp_path):
     (tmp_path / "c.json").write_text(json.dumps([{"messages": [Q]}, {"messages": [Q, A]}], indent=1))
     write_rows(tmp_path / "d.json", {"messages": [Q]})
     (tmp_path / "notes.txt").write_text("not data")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    write_rows(tmp_path / ".ipynb_checkpoints" / "a-checkpoint.jsonl", {"messages": [Q, A]})
     everything = [c.id for c in load_conversations([str(tmp_path)])]
     assert everything == ["a-1", "a-2", "a-3", "b-1", "b-2", "b-3", "c-1", "c-2", "d-1"]
     assert [c.id for c in load_conversations([str(tmp_path / "*.jsonl")])] == everything[:6]

@@ -16,6 +16,7 @@ from rich.console import Console
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.report import report
+from draftsmith.eval.report.analysis import _reached
 from draftsmith.eval.report.cells import significant
 from draftsmith.eval.report.page_model import best_k, view_of
 from draftsmith.eval.report.report import (
@@ -455,3 +456,10 @@ def test_significant() -> None:
 def test_markdown_escapes() -> None:
     assert markdown_cell("a|b\nc<d>`e`") == "a\\|b c&lt;d&gt;\\`e\\`"
     assert fenced("x ```` y") == "`````text\nx ```` y\n`````"
+
+
+def test_rounds_that_reached_a_position_are_those_that_drafted_there() -> None:
+    """Of 100 rounds 40 drafted a second token, and 20 of these were accepted."""
+    measures = Measures(5, rounds=100, acceptance_at=(1.0, 0.2), alpha_at=(1.0, 0.5))
+    assert [_reached(measures, width) for width in (1, 2)] == [100, 40]
+    assert _reached(replace(measures, alpha_at=(1.0, 0.0), acceptance_at=(1.0, 0.0)), 2) is None

@@ -77,7 +77,9 @@ def test_what_cannot_be_certified_says_why() -> None:
     target, prompts = spec().target, spec().requests[:3]
 
     def draw(sampling: Sampling, control: Control | None, number: int) -> Mapping[str, Any]:
-        alone = draw_decoded(Way(target, TargetAlone()), prompts, T, REPEATS, 0, f"again {control}")
+        # By name, as the address of its function would draw others in every process.
+        name = "again" if control is None else f"again, {control.name}"
+        alone = draw_decoded(Way(target, TargetAlone()), prompts, T, REPEATS, 0, name)
         return {**alone(sampling, None, number), "accepted": 5, "rejected": 0}
 
     with Bar(disable=True) as bar:

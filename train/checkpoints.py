@@ -26,9 +26,6 @@ from draftsmith.train.parallel import checkpoint_layout
 DONE = "DONE"
 _NAME = re.compile(r"step_\d+")
 
-_RENAMED = {"token_scale": "embedding_scale"}
-"""What heads measured on their targets, by the names that checkpoints of earlier versions have for it."""
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -46,7 +43,7 @@ class Progress:
     best_step: int = 0
     stale: int = 0
     window: int = 0
-    train_seconds: float | None = 0.0
+    train_seconds: float = 0.0
     order: str = ""
 
 
@@ -174,8 +171,8 @@ def load_training_state(accelerator: Accelerator, folder: Path, head: DraftHead)
         accelerator.load_state(str(path))
         # Measured again, on another device say, it may round to another number than the weights were trained with.
         for name, value in record.pop("measured", {}).items():
-            setattr(head, _RENAMED.get(name, name), value)
-        progress = Progress(**{"train_seconds": None} | record)
+            setattr(head, name, value)
+        progress = Progress(**record)
     # Accelerate counts micro-batches to know when to synchronise; every saved state is at a window's end.
     accelerator.step = 0
     return progress

@@ -16,7 +16,6 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
@@ -38,32 +37,11 @@ from draftsmith.heads.layers.decoder_layer import CacheUpdate, PlainLayer, Rotar
 from draftsmith.heads.layers.from_target import derive_layer_config, embedding_scale, sizes
 from draftsmith.heads.layers.row_plan import RowPlan
 from draftsmith.heads.layers.training_pass import LayerInput, TrainingPass
+from draftsmith.heads.medusa.head import ResBlock
 from draftsmith.heads.plan import Plan, plan_queries
 from draftsmith.heads.scaled import ScaledHead
 from draftsmith.target.kernels import RMSNorm
 from draftsmith.target.target import Target, TargetHead
-
-
-class ResBlock(nn.Module):
-    """r(x) + SiLU(W x + b): r is x itself, or a learned projection where x is wider than the output.
-
-    W and b are zero at first and the projection takes the state alone, so that a new head repeats the target's own
-    prediction; the published code draws the projection at random.
-    """
-
-    def __init__(self, width: int, hidden_size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, hidden_size)
-        self.res_connection = nn.Linear(width, hidden_size) if width != hidden_size else nn.Identity()
-        with torch.no_grad():
-            for part in self.parameters():
-                nn.init.zeros_(part)
-            if isinstance(self.res_connection, nn.Linear):
-                self.res_connection.weight[:, :hidden_size].fill_diagonal_(1.0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., H]."""
-        return self.res_connection(x) + F.silu(self.linear(x))
 
 
 class Projection(nn.Linear):

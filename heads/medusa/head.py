@@ -25,17 +25,25 @@ from draftsmith.target.target import Target
 
 
 class ResBlock(nn.Module):
-    """y + SiLU(W y + b), W and b zero at first, so that a new head repeats the target's own prediction."""
+    """r(x) + SiLU(W x + b): r is x itself, or a learned projection where x is wider than the output, as Hydra's is.
 
-    def __init__(self, hidden_size: int) -> None:
+    W and b are zero at first and the projection takes the state alone, so that a new head repeats the target's own
+    prediction; Hydra's published code draws the projection at random.
+    """
+
+    def __init__(self, width: int, hidden_size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.linear = nn.Linear(width, hidden_size)
+        self.res_connection = nn.Linear(width, hidden_size) if width != hidden_size else nn.Identity()
+        with torch.no_grad():
+            for part in self.parameters():
+                nn.init.zeros_(part)
+            if isinstance(self.res_connection, nn.Linear):
+                self.res_connection.weight[:, :hidden_size].fill_diagonal_(1.0)
 
-    def forward(self, y: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        return y + F.silu(self.linear(y))
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., H]."""
+        return self.res_connection(x) + F.silu(self.linear(x))
 
 
 class MedusaHead(DraftHead):
@@ -55,7 +63,7 @@ class MedusaHead(DraftHead):
         V, H = target.head.weight.shape
         self.hidden_size, self.vocab_size = H, V
         heads = range(options.num_heads)
-        self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(H) for _ in range(options.num_layers))) for _ in heads)
+        self.blocks = nn.ModuleList(nn.Sequential(*(ResBlock(H, H) for _ in range(options.num_layers))) for _ in heads)
         own = () if options.original_lm_head else heads
         self.lm_heads = nn.ModuleList(nn.Linear(H, V, bias=False) for _ in own)
 

@@ -29,7 +29,9 @@ def quantize_head(head: DraftHead, kind: str) -> DraftHead:
 
     int4 leaves layers as they are whose width none of 128, 64 and 32 divides. Raises UserError where that is every layer.
     """
-    rounded: DraftHead = view_of(head)
+    # Outside its modules; of Medusa-2 the tuned target, too.
+    of_target = (*head._target_head, *getattr(head, "_tuned", ()), getattr(head, "merged", None))
+    rounded: DraftHead = view_of(head, [one for one in of_target if one is not None])
     layers = _layers(rounded, kind)
     if not layers:
         widths = "" if kind != "int4" else f" has a width that one of {', '.join(map(str, _GROUPS))} divides"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from draftsmith.train.parallel import checkpoint_layout
 DONE = "DONE"
 _NAME = re.compile(r"step_\d+")
 
+_RENAMED = {"token_scale": "embedding_scale"}
+"""What heads measured on their targets, by the names that checkpoints of earlier versions have for it."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -43,7 +47,7 @@ class Progress:
     best_step: int = 0
     stale: int = 0
     window: int = 0
-    train_seconds: float = 0.0
+    train_seconds: float | None = 0.0
     order: str = ""
 
 
@@ -127,9 +131,14 @@ def _damage_of(path: Path) -> str | None:
 
 def window_of(folder: Path) -> int:
     """Return the micro-batches per step of the training in a folder, over all its processes; 0 where none is there."""
-    whole = next((path for path in reversed(_checkpoints(folder)) if _damage_of(path) is None), folder)
-    file = folder / "summary.json" if whole == folder else whole / "progress.json"
-    window = read_object(file, "add --redo train to begin again").get("window") if file.is_file() else None
+    remedy, window = "add --redo train to begin again", None
+    for path in reversed(_checkpoints(folder)):
+        with suppress(UserError):  # of a damaged one: training goes on from the one before it
+            window = read_object(path / "progress.json", remedy).get("window")
+            break
+    else:
+        file = folder / "summary.json"
+        window = read_object(file, remedy).get("window") if file.is_file() else None
     return window if type(window) is int else 0
 
 
@@ -171,8 +180,8 @@ def load_training_state(accelerator: Accelerator, folder: Path, head: DraftHead)
         accelerator.load_state(str(path))
         # Measured again, on another device say, it may round to another number than the weights were trained with.
         for name, value in record.pop("measured", {}).items():
-            setattr(head, name, value)
-        progress = Progress(**record)
+            setattr(head, _RENAMED.get(name, name), value)
+        progress = Progress(**{"train_seconds": None} | record)
     # Accelerate counts micro-batches to know when to synchronise; every saved state is at a window's end.
     accelerator.step = 0
     return progress

@@ -180,7 +180,8 @@ class _Run:
                     if evaluates:
                         step.read()  # what the device has still to do is none of the evaluation's time
                     self.pace.seconds += time.perf_counter() - before
-                    progress = replace(progress, train_seconds=earlier + self.pace.seconds)
+                    if earlier is not None:
+                        progress = replace(progress, train_seconds=earlier + self.pace.seconds)
                     if evaluates:
                         progress = self._evaluate(step.record, progress)
                         if tracker:
@@ -206,7 +207,7 @@ class _Run:
             pace = {"tokens_per_second": progress.tokens / seconds if seconds else None}
             write_json(self.folder / "summary.json", asdict(progress) | pace | calibration)
             best = {"best/tau": progress.best_tau, "best/step": progress.best_step}
-            tracker.summary(best | {"train/seconds": seconds})
+            tracker.summary(best | ({} if seconds is None else {"train/seconds": seconds}))
         self.accelerator.wait_for_everyone()
         return self.folder / "best"
 

@@ -111,11 +111,17 @@ def build_optimizers(head: nn.Module, spec: TrainSpec) -> list[torch.optim.Optim
         groups = _groups(others, spec.lr)
         # Fused: one pass over the weights, which looks at `found_inf` on the device.
         adamw = torch.optim.AdamW(groups, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay, fused=True)
+        adamw.register_load_state_dict_pre_hook(_stay_fused)
         optimizers.append(adamw)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return optimizers
+
+
+def _stay_fused(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a checkpoint, which may be of an earlier version, whose optimizer was not fused."""
+    return {**state, "param_groups": [{**group, "fused": True, "foreach": None} for group in state["param_groups"]]}
 
 
 def _groups(parameters: _Groups, lr: float) -> list[dict[str, Any]]:

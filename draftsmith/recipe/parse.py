@@ -228,13 +228,12 @@ def _no_mapping(key: str, item: Any) -> str:
 
 def _option(argv: list[str], name: str) -> str | None:
     """Return the value of a `--name value` or `--name=value` option, which is needed before parsing; the last, as of every key."""
-    found = None
-    for word, after in pairwise((*argv, None)):
-        assert word is not None
-        key, equals, value = word.partition("=")
-        if key == name:
-            found = value if equals else found if after is None else after
-    return found
+    for i, word in reversed([*enumerate(argv)]):
+        if word == name and i + 1 < len(argv):
+            return argv[i + 1]
+        if word.startswith(name + "="):
+            return word.split("=", 1)[1]
+    return None
 
 
 def _where(path: str | None) -> str:

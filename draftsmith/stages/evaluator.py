@@ -284,10 +284,12 @@ def _examples(evaluation: Evaluation, name: str, texts: Sequence[Text]) -> list[
 def _spelled(tokenizer: Any, ids: Sequence[int]) -> Iterator[str]:
     """Yield what each token adds to the text: alone it may lose a space, or hold a part of a character, which stands with the token
     that ends it."""
-    shown = ""
+    decode, start, spelled = partial(tokenizer.decode, clean_up_tokenization_spaces=False), 0, 0
     for n in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:n], clean_up_tokenization_spaces=False)
+        # From the tokens before, on which the spaces of a token depend, not from the first.
+        before, text = decode(ids[start:spelled]), decode(ids[start:n])
         if n < len(ids) and text.endswith("\ufffd"):
-            text = shown
-        yield text[len(shown) :]
-        shown = text
+            yield ""
+            continue
+        yield text[len(before) :]
+        start, spelled = spelled, n

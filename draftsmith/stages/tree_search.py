@@ -350,11 +350,10 @@ def _held_out(session: Session) -> list[Tokenized]:
         # Of other samples others are held out.
         now = flat_inputs({} if recipe.answers.regenerate else answer_inputs(session))
         now |= {"data.on_too_long": recipe.data.on_too_long, "train.row_tokens": recipe.train.row_tokens}
-        now = {key: value for key, value in now.items() if key in trained.inputs}
-        if differing({key: trained.inputs[key] for key in now}, now):
-            changes = tell_changes(
-                {key: trained.inputs[key] for key in now}, now, trained.recipe, flat_inputs(asdict(recipe))
-            )
+        was = {key: trained.inputs[key] for key in now if key in trained.inputs}
+        now = {key: now[key] for key in was}
+        if differing(was, now):
+            changes = tell_changes(was, now, trained.recipe, flat_inputs(asdict(recipe)))
             raise UserError(
                 f"The head was trained with other data ({changes}), so it may have learned from some of the answers that would be held out: "
                 "search with the recipe that it was trained with."

@@ -163,13 +163,12 @@ def _unkept(config: Any) -> _Unkept | None:
     return _Unkept(config=config) if set(getattr(config, "layer_types", None) or ()) <= attention else None
 
 
-def view_of(model: nn.Module) -> Any:
-    """Return a copy of the modules of `model` that shares its tensors; attributes set on it do not change `model`."""
+def view_of(model: nn.Module, shared: Iterable[object] = ()) -> Any:
+    """Return a copy of the modules of `model` that shares its tensors; attributes set on it do not change `model`. shared: what it holds
+    outside its modules that is not copied either."""
     memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
     memo |= {id(b): b for b in model.buffers()}
-    # What a head keeps of its target outside its modules.
-    kept = (*getattr(model, "_target_head", ()), *getattr(model, "_tuned", ()), getattr(model, "merged", None))
-    memo |= {id(one): one for one in kept if one is not None}
+    memo |= {id(one): one for one in shared}
     return copy.deepcopy(model, memo)
 
 

@@ -102,18 +102,8 @@ def section(view: View) -> Section:
         rows = []
         for label, d in divergences:
             tokens = (whole(d.position), str(d.expected), str(d.got))
-            rows.append(
-                Row(
-                    (
-                        label,
-                        d.slice,
-                        d.prompt,
-                        *tokens,
-                        DASH if d.logit_gap is None else f"{d.logit_gap:.3g}",
-                        _odds(d.logit_gap),
-                    )
-                )
-            )
+            gap = DASH if d.logit_gap is None else f"{d.logit_gap:.3g}"
+            rows.append(Row((label, d.slice, d.prompt, *tokens, gap, _odds(d.logit_gap))))
         names = ("system", "slice", "prompt", "position", "expected token", "got", "logit gap", "times as likely")
         tables.append(Table("Every first divergence", names, tuple(rows), heads=3, folded=len(rows) > 20))
     return Section(

@@ -23,7 +23,7 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.recipe.schema import AnswersSpec, EvaluateSpec, Recipe, TrackingSpec, TrainSpec
 from draftsmith.target.target import Target
 from draftsmith.train import loop, parallel
-from draftsmith.train.checkpoints import latest_checkpoint
+from draftsmith.train.checkpoints import Progress, latest_checkpoint, load_training_state, save_training_state
 from draftsmith.train.dashboards import read_kept
 from draftsmith.train.loop import train
 from draftsmith.train.schedule import TrainData
@@ -356,3 +356,15 @@ def test_the_clock_counts_reading_and_no_evaluation(
     assert summary["train_seconds"] == summary["step"] == 3
     assert summary["tokens_per_second"] == summary["tokens"] / 3
     assert "seconds" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_seconds_that_an_earlier_version_did_not_note_are_not_guessed(target: Target, tmp_path: Path) -> None:
+    accelerator = loop.make_accelerator(make_recipe().train, target.device)
+    save_training_state(accelerator, tmp_path, Progress(step=2, tokens=9), make_head(target))
+    found = tmp_path / "step_2"
+    record = json.loads((found / "progress.json").read_text())
+    del record["train_seconds"]
+    (found / "progress.json").write_text(json.dumps(record))
+    (found / "DONE").write_text("{}")
+    resumed = load_training_state(accelerator, tmp_path, make_head(target))
+    assert resumed == Progress(step=2, tokens=9, train_seconds=None)

@@ -179,6 +179,11 @@ def test_a_resumed_head_keeps_what_it_measured(tmp_path: Path) -> None:
     save_training_state(accelerator, tmp_path, Progress(step=5, window=1), head)
     load_training_state(accelerator, tmp_path, again)
     assert again.embedding_scale == head.embedding_scale
+    (tmp_path / "step_5" / "DONE").write_text("")
+    file, again = tmp_path / "step_5" / "progress.json", make_head()
+    file.write_text(file.read_text().replace("embedding_scale", "token_scale"))  # as earlier versions wrote it
+    load_training_state(accelerator, tmp_path, again)
+    assert again.embedding_scale == head.embedding_scale
 
 
 TWO = {"distributed_type": "MULTI_GPU", "use_cpu": True, "num_processes": 2}

@@ -248,6 +248,13 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert sum(torch.equal(x, y) for x, y in zip(once, twice, strict=True)) == 1, "of the frozen embedding"
 
 
+def test_adamw_of_a_checkpoint_of_an_earlier_version_is_fused_too() -> None:
+    (optimizer,) = build_optimizers(Head(), TrainSpec(optimizer="adamw"))
+    state = optimizer.state_dict()
+    optimizer.load_state_dict({**state, "param_groups": [g | {"fused": None} for g in state["param_groups"]]})
+    assert all(group["fused"] for group in optimizer.param_groups)
+
+
 def _train_together(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", world_size=2, rank=rank)
     made: list[torch.Size] = []

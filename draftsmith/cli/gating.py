@@ -55,8 +55,15 @@ class Gate:
                 )
         if self.thresholds:
             slices = Counter(c.slice for c in conversations_of(session))
-            temperatures = session.recipe.evaluate.temperatures
-            check_names(self.thresholds, slices=slices, temperatures=temperatures, drafters=measured, decode=decode)
+            spec = session.recipe.evaluate
+            check_names(
+                self.thresholds,
+                slices=slices,
+                temperatures=spec.temperatures,
+                drafters=measured,
+                decode=decode,
+                repeats=spec.repeats,
+            )
 
 
 def read_gate(own: Namespace) -> Gate:

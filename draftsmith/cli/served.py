@@ -13,7 +13,7 @@ from rich.table import Table as TerminalTable
 from draftsmith.cli.boundary import put
 from draftsmith.cli.commands import COMMANDS
 from draftsmith.cli.ledger import read_measures
-from draftsmith.errors import UserError
+from draftsmith.errors import UserError, did_you_mean
 from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table
 from draftsmith.eval.engines.comparison import make_level, predictor, rates_for, start_lines
 from draftsmith.eval.engines.load import Chat, ChatServer, Limits, take_turns
@@ -55,11 +55,8 @@ def evaluate_served(own: Namespace, words: list[str]) -> int:
         )
     concurrencies = [n for n in wanted if n <= len(chats)]
     report = None if own.report is None else read_result(own.report)
-    if report is not None and report.settings.temperature != recipe.evaluate.temperatures[0]:
-        raise UserError(
-            f"--report {own.report} is of temperature {report.settings.temperature:g}, but evaluate.temperatures begins with "
-            f"{recipe.evaluate.temperatures[0]:g}: give the result of that one."
-        )
+    if report is not None:
+        _check_report(report.settings, _settings(recipe), f"--report {own.report}")
     drafters = {} if report is None else report.drafters
     drafter = drafters.get(recipe.method) or next(iter(drafters.values()), None)
     predict = None if own.costs is None else predictor(_read_costs(own.costs), recipe.method, drafter)
@@ -92,6 +89,20 @@ def evaluate_served(own: Namespace, words: list[str]) -> int:
     _print(served)
     put(folder / "report.html")
     return 0
+
+
+def _check_report(reported: Settings, asked: Settings, which: str) -> None:
+    """Raise UserError where a report is of another distribution than the servers are asked for."""
+    if reported.temperature != asked.temperature:
+        raise UserError(
+            f"{which} is of temperature {reported.temperature:g}, but evaluate.temperatures begins with {asked.temperature:g}: give the result of "
+            "that one."
+        )
+    different = [name for name, value in asked.filters.items() if reported.filters[name] != value]
+    if different and (asked.temperature or "repetition penalty" in different):  # the others filter nothing at 0
+        raise UserError(
+            f"{which} has another {' and '.join(different)} than is asked for here: give a result of the same, or set it under evaluate."
+        )
 
 
 def _chats(session: Session, *, ignore_end: bool) -> Iterator[Chat]:
@@ -139,13 +150,17 @@ def _read_costs(path: Path) -> CostTable | Served:
 
 def _alone(recipe: Recipe, model: str, served: Served, made: dict[str, Any]) -> Result:
     """Return a result of nothing but servers."""
+    facts = served.command, served.commit, served.date, made["hardware"], made["versions"]
+    return Result(*facts, None, TargetInfo(model), _settings(recipe), {})
+
+
+def _settings(recipe: Recipe) -> Settings:
     spec = recipe.evaluate
     filters = spec.top_k or None, spec.top_p if spec.top_p < 1 else None
     counts = spec.num_speculative_tokens, spec.batch
-    settings = Settings(spec.temperatures[0], *filters, *counts, "as served", recipe.seed, spec.repeats)
-    settings = replace(settings, min_p=spec.min_p or None)
-    facts = served.command, served.commit, served.date, made["hardware"], made["versions"]
-    return Result(*facts, None, TargetInfo(model), settings, {})
+    return Settings(
+        spec.temperatures[0], *filters, *counts, "as served", recipe.seed, spec.repeats, min_p=spec.min_p or None
+    )
 
 
 def _print(served: Served) -> None:
@@ -166,7 +181,16 @@ def what_if(own: Namespace, words: list[str]) -> int:
     if words:
         raise UserError(f"what-if takes --tau, --draft-length, --report and --costs, but not {words[0]}.")
     # The shares of rounds that accept each drafted token, which a wanted tau bends, and the tau that they have of a report.
-    shape, known = [0.5**i for i in range(1, own.draft_length + 1)], None
+    shape, known, name = [0.5**i for i in range(1, own.draft_length + 1)], None, own.drafter
+    costs = None if own.costs is None else _read_costs(own.costs)
+    if name is not None and own.report is None and not isinstance(costs, CostTable):
+        raise UserError(
+            f"--drafter {name} names a drafter of a report or of a table of costs: give it with --report or --costs."
+        )
+    if name is not None and isinstance(costs, CostTable) and name not in costs.drafters:
+        raise UserError(
+            f"{own.costs} has no drafter {name!r}{did_you_mean(name, costs.drafters)}: it has {', '.join(costs.drafters)}."
+        )
     if own.report is not None:
         name, overall, _ = read_measures(own.report, own.drafter)
         shares = overall.acceptance_at_simulated or overall.acceptance_at or ()
@@ -180,7 +204,6 @@ def what_if(own: Namespace, words: list[str]) -> int:
         raise UserError(
             "what-if needs the tau of a head that is not there yet: add --tau 2.5, or --report FILE for that of a result."
         )
-    costs = None if own.costs is None else _read_costs(own.costs)
     for tau in own.tau or [known]:
         rates = rates_for(tau, shape)
         put(
@@ -189,7 +212,7 @@ def what_if(own: Namespace, words: list[str]) -> int:
         for engine, line in start_lines(tau, rates).items():
             put(f"  {engine}: {line}")
         if costs is not None:
-            predict = predictor(costs, own.drafter or "", None)
+            predict = predictor(costs, name or "", None)
             accepted = ServedAcceptance(1.0, tau, None, float(len(rates)), rates, False)
             at = costs.batches if isinstance(costs, CostTable) else [level.concurrency for level in costs.levels]
             found = {rows: told[1] for rows in at if (told := predict(rows, accepted))}

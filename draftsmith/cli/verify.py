@@ -21,6 +21,7 @@ from draftsmith.eval.parity.ask import AskedServer
 from draftsmith.eval.parity.bundle import Bundle, read_bundle
 from draftsmith.eval.parity.diagnose import Seen, diagnose, not_told
 from draftsmith.eval.parity.swap import Side, swap
+from draftsmith.eval.results.intervals import FEWEST_PROMPTS
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.quantized import BITS, quantize_head
 from draftsmith.machine import command_line, environment_json
@@ -206,14 +207,21 @@ def _swap(own: Namespace, export: Path, bundle: Bundle) -> int:
         limit = "the targets' contexts leave after a draft: give shorter prompts"
         read = prepare_prompts(tokenizer, chats, max_new_tokens=lambda name: _TOKENS, max_length=most, limit=limit)
         requests = [Request(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens) for p in read]
+    if not requests:
+        raise UserError(
+            f"The prompts of {export} leave no room for an answer and a draft in {context} tokens: give shorter ones with --prompts."
+        )
     found = swap(ours, theirs, requests, bundle.num_speculative_tokens)
     put(
         f"{export}: {bundle.method}, K = {bundle.num_speculative_tokens}, {len(requests)} prompts at temperature 0: tau {found.tau:.2f} with "
         f"{own.target}, {found.tau_served:.2f} with {own.served}, {found.differ:.1%} of whose tokens are not what the other would say there"
     )
     for share in found.shares:
-        put(f"{share.thing:8} {share.lost:+.3f} [{share.interval[0]:+.3f}, {share.interval[1]:+.3f}] of tau lost")
-    if certain := [share for share in found.shares if share.interval[0] > 0]:
+        interval = "" if share.interval is None else " [{:+.3f}, {:+.3f}]".format(*share.interval)
+        put(f"{share.thing:8} {share.lost:+.3f}{interval} of tau lost")
+    if len(requests) < FEWEST_PROMPTS:
+        put(f"{len(requests)} prompts tell nothing for certain: give {FEWEST_PROMPTS} or more with --prompts.")
+    elif certain := [share for share in found.shares if share.interval is not None and share.interval[0] > 0]:
         largest = max(certain, key=lambda share: share.lost)
         put(f"Most of what is certain is lost by the {largest.thing}: {_REMEDY[largest.thing]}.")
     else:

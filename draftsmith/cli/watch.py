@@ -201,7 +201,7 @@ def _take(
             if within > WITHIN and base.low.within > 100:
                 sees += f", later than {WITHIN:,}: --baseline with more requests, or tags of slices, make that faster"
         say(
-            f"{name}: the first {base.observations:,} {'intervals' if one.requests != one.observations else 'requests'} have tau {base.tau:.3f}, known "
+            f"{name}: the first {base.observations:,} {'intervals' if one.requests != one.observations else 'requests'} have tau {one.baseline_tau:.3f}, known "
             f"to {base.tau - base.low.tau:.3f}; {sees}.",
             kept=True,
         )
@@ -218,19 +218,19 @@ def _beside(name: str, one: Watched, result: "tuple[str, Measures, Result] | Non
     drafter, overall, whole = result
     draft = whole.drafters[drafter].draft
     most = (whole.settings.num_speculative_tokens if draft is None else draft.num_speculative_tokens) + 1
-    if one.baseline.tau > 0.95 * most:
+    if one.baseline_tau > 0.95 * most:
         return (
-            f"{name}: nearly every drafted token of the first requests was accepted (tau {one.baseline.tau:.3f} of at most {most}): look "
+            f"{name}: nearly every drafted token of the first requests was accepted (tau {one.baseline_tau:.3f} of at most {most}): look "
             "whether their answers are loops, which later ones would be held against."
         )
     measures = overall if name == ALL else whole.drafters[drafter].slices.get(name)
     if measures is None:
         return f"the report has no slice {name} of {drafter} to hold the first requests against."
     interval = measures.tau_interval or measures.tau_simulated_interval
-    if interval is None or interval[0] <= one.baseline.tau <= interval[1]:
+    if interval is None or interval[0] <= one.baseline_tau <= interval[1]:
         return ""
     return (
-        f"{name}: tau of the first requests is {one.baseline.tau:.3f}, outside the report's {interval[0]:.3f} to {interval[1]:.3f} of {drafter}: "
+        f"{name}: tau of the first requests is {one.baseline_tau:.3f}, outside the report's {interval[0]:.3f} to {interval[1]:.3f} of {drafter}: "
         "other traffic, sampling or settings than were measured, or the report's one miss in twenty."
     )
 
@@ -241,7 +241,7 @@ def _alarm(name: str, one: Watched) -> str:
     assert one.alarm is not None
     side = one.sides[one.alarm]
     tau = side.tokens / side.rounds
-    of = f"{name}: acceptance {'fell' if one.alarm == LOW else 'rose'}, tau {tau:.3f} after {one.baseline.tau:.3f}"
+    of = f"{name}: acceptance {'fell' if one.alarm == LOW else 'rose'}, tau {tau:.3f} after {one.baseline_tau:.3f}"
     unit = "interval" if one.requests != one.observations else "request"
     when = f"since {unit} {side.since + 1:,}, seen at {one.alarmed:,}"
     todo = (
@@ -258,7 +258,7 @@ def _summary(name: str, one: Watched) -> str:
     if one.baseline is None:
         state = f"the baseline has {len(one.learning):,} of {one.size:,}"
     elif one.alarm is None:
-        state = f"no alarm against {one.baseline.tau:.3f}"
+        state = f"no alarm against {one.baseline_tau:.3f}"
     else:
         return _alarm(name, one)
     known = f"{one.observations:,} intervals" if one.requests is None else f"{one.requests:,.0f} requests"
@@ -285,7 +285,7 @@ _METRICS: tuple[tuple[str, str, str, Callable[[Watched], dict[str, float]]], ...
         "baseline_tau",
         "gauge",
         "Tokens of a round in the first requests.",
-        lambda one: {"": one.baseline.tau} if one.baseline else {},
+        lambda one: {"": one.baseline_tau} if one.baseline else {},
     ),
     (
         "evidence",

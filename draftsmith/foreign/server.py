@@ -27,7 +27,7 @@ MOST_LINES = 100_000
 SHORT, LONGEST, WHOLE = 30, 600, 3600
 """Seconds within which a server has said what it serves, and has answered; within which it goes on with an answer that it sends in
 lines, and has sent all of it."""
-VLLM, LLAMA_CPP, SGLANG = "vLLM", "llama.cpp", "SGLang"
+VLLM, LLAMA_CPP, SGLANG, TENSORRT = "vLLM", "llama.cpp", "SGLang", "TensorRT-LLM"
 _ABOUT = {
     VLLM: ("/version", "version"),
     LLAMA_CPP: ("/props", "build_info"),
@@ -126,16 +126,18 @@ class ModelServer:
         """Return which engine the server says it is, and its version; empty strings for an unknown one."""
         for engine, (path, key) in _ABOUT.items():
             if text := self.get(path, absent=(404, 405, 501)):
-                return engine, one_line(str(self.parse(text, path).get(key)), 40)
+                version = one_line(str(self.parse(text, path).get(key)), 40)
+                if engine == VLLM and any(card.get("owned_by") == "tensorrt_llm" for card in self._cards()):
+                    return TENSORRT, version  # which tells it where vLLM does
+                return engine, version
         return "", ""
 
     def find_model(self, names: Sequence[str], remedy: str) -> str:
         """Return by which of its names the server is asked for the model called one of `names`, for its first where there are none.
         remedy: how the user names a model that is served under another one."""
-        cards = self.ask("/v1/models").get("data")
         served: dict[str, str] = {}  # by the last part of a name, or of the path that the model was loaded from
-        for card in cards if isinstance(cards, list) else ():
-            if isinstance(card, dict) and isinstance(own := card.get("id"), str):
+        for card in self._cards():
+            if isinstance(own := card.get("id"), str):
                 served |= {_last(name): own for name in (card.get("root"), own) if isinstance(name, str)}
         known_as = next((served[_last(name)] for name in names or served if _last(name) in served), None)
         if known_as is None:
@@ -145,6 +147,11 @@ class ModelServer:
                 f"same model under another name, {remedy}."
             )
         return known_as
+
+    def _cards(self) -> list[dict[str, Any]]:
+        """Return what the server says of its models."""
+        cards = self.ask("/v1/models").get("data")
+        return [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
 
     @contextmanager
     def _reply(

@@ -15,12 +15,20 @@ from typing import Any
 
 from draftsmith.errors import UserError
 from draftsmith.eval.ledger.counts import Counts
-from draftsmith.eval.ledger.sources import read_answer, read_server
+from draftsmith.eval.ledger.sources import Told, read_answer, read_server
 from draftsmith.eval.results.served import Failure
-from draftsmith.foreign.server import LLAMA_CPP, VLLM, ModelServer, ServerError
+from draftsmith.foreign.server import LLAMA_CPP, SGLANG, TENSORRT, VLLM, ModelServer, ServerError
 from draftsmith.progress import Bar
 
 _CHATS = "/v1/chat/completions"
+_OFF = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_ALONE = {
+    VLLM: _OFF | {"repetition_penalty": 1.0},
+    SGLANG: _OFF | {"repetition_penalty": 1.0},
+    LLAMA_CPP: _OFF | {"repeat_penalty": 1.0},
+}
+"""What leaves the distribution as it is: of what a request leaves out, vLLM and SGLang take the target's generation_config.json, and
+llama-server values of its own (top_k 40, top_p 0.95, min_p 0.05)."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,9 @@ class ChatServer(ModelServer):
         `seconds`."""
         # Every prompt is read anew: it was read at another concurrency before.
         salt: dict[str, Any] = {"cache_salt": f"draftsmith {time.time_ns()} {next(self._asked)}"}
-        fresh = {VLLM: salt, LLAMA_CPP: {"cache_prompt": False}}.get(self._kind, {})
-        body = {"model": self.model, **chat.body, "stream": True, "stream_options": {"include_usage": True}, **fresh}
+        fresh = {VLLM: salt, SGLANG: salt, LLAMA_CPP: {"cache_prompt": False}}.get(self._kind, {})
+        how = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **fresh}
+        body = _ALONE.get(self._kind, {}) | chat.body | how
         text, begun = json.dumps(body).encode(), time.perf_counter()
         times, last, tokens, counts = list[float](), 0.0, None, None
         for line in self.stream(_CHATS, text, seconds):
@@ -98,13 +107,13 @@ class ChatServer(ModelServer):
         times = times or [last]
         return Answer(times[0], last, tuple(b - a for a, b in pairwise(times)), tokens, counts)
 
-    def counted(self) -> Counts | None:
-        """Return what the server counts of drafts since its start, None where it counts none, or shows ratios alone."""
+    def counted(self) -> Told | None:
+        """Return what the server counts of drafts, None where it counts none, or shows ratios alone."""
         try:
-            counts = read_server(self).counts
+            told = read_server(self)
         except UserError:
             return None
-        return None if counts.rounded else counts
+        return None if told.counts.rounded else told
 
 
 @dataclass
@@ -150,8 +159,10 @@ def take_turns(
                     _ask(servers[turn], block, rows, limits.request, ends, tallies[turn])
                     bar.update(len(block))
             for server, tally, earlier in zip(servers, tallies, before, strict=True):
-                now = server.counted()
-                tally.counts = now.since(earlier) if now and earlier else None
+                if (now := server.counted()) is not None and now.engine == TENSORRT:
+                    tally.counts = now.counts  # which are those since it was asked before
+                else:
+                    tally.counts = now.counts.since(earlier.counts) if now and earlier else None
     return found
 
 

@@ -107,10 +107,11 @@ def check_names(
     temperatures: Collection[float],
     drafters: Collection[str],
     decode: bool = True,
+    repeats: int = 2,
 ) -> None:
     """Refuse, before any work, thresholds that an evaluation of these slices, temperatures and drafters cannot meet.
 
-    slices: their numbers of prompts. decode: False where nothing will be decoded, only simulated.
+    slices: their numbers of prompts. decode: False where nothing will be decoded, only simulated. repeats: times that everything is timed.
     """
     for threshold in thresholds:
         if not decode and threshold.row.decoded:
@@ -124,6 +125,11 @@ def check_names(
             raise UserError(
                 f"--fail-under {threshold.text}: {threshold.slice} has {count} prompts, and there is no interval over fewer than "
                 f"{FEWEST_PROMPTS}: give more, or leave .{threshold.row.worse} out."
+            )
+        if threshold.is_end and threshold.row.timed and repeats < 2:
+            raise UserError(
+                f"--fail-under {threshold.text}: evaluate.repeats is 1, and what is timed once has no interval: set it to 2 or more, or leave "
+                f".{threshold.row.worse} out."
             )
         _expect(threshold, "temperature", threshold.temperature, temperatures)
         _expect(threshold, "drafter", threshold.drafter, drafters)

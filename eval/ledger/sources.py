@@ -12,10 +12,10 @@ from typing import Any
 
 from draftsmith.errors import UserError, one_line
 from draftsmith.eval.ledger.counts import Counts
-from draftsmith.foreign.server import LLAMA_CPP, SGLANG, VLLM, ModelServer
+from draftsmith.foreign.server import LLAMA_CPP, SGLANG, TENSORRT, VLLM, ModelServer
 from draftsmith.foreign.text import parse_json, read_text
 
-TENSORRT, BENCH = "TensorRT-LLM", "Spec-Bench"
+BENCH = "Spec-Bench"
 _PER_ANSWER = "--per-request-spec-decode-metrics summary of `vllm serve` (--per-request-spec-decode-stats in other versions), off by default"
 _GIVE = (
     f"give the answers or statistics of one engine as JSON, as it sends them: vLLM's with {_PER_ANSWER}; SGLang's with meta_info; "
@@ -283,9 +283,10 @@ _SGLANG_COUNTERS = tuple(f"sglang:{name}_total" for name in ("spec_verify_calls"
 """Of answers that are finished: their rounds, their tokens, their number (its metrics_collector.py)."""
 
 
-def read_server(server: ModelServer, *, idle: bool = False) -> Told:
-    """Return what the counters of a running server tell, since its start. idle: also where it has drafted nothing yet. Raises UserError
-    where it counts no drafts."""
+def read_server(server: ModelServer, *, idle: bool = False, before: str = "") -> Told:
+    """Return what the counters of a running server tell, since its start. idle: also where it has drafted nothing yet. before: the engine
+    that it was when it counted before; SGLang shows no counters between a restart and its first answer. Raises UserError where it counts
+    no drafts."""
     page = server.metrics()
     if page.lstrip().startswith("["):  # TensorRT-LLM's iterations since they were last asked for
         return _records(page, server.url)
@@ -315,7 +316,9 @@ def read_server(server: ModelServer, *, idle: bool = False) -> Told:
         )
     rounds, tokens, answers = (sum(found[name].values()) for name in _SGLANG_COUNTERS)
     # Each round ends with one token of the target's own, and each answer's first token is that of the prompt's pass.
-    if (rounds and answers and tokens >= rounds + answers) or (idle and found[_SGLANG_COUNTERS[0]]):
+    if (rounds and answers and tokens >= rounds + answers) or (
+        idle and (found[_SGLANG_COUNTERS[0]] or before == SGLANG)
+    ):
         told = max(tokens - rounds - answers, 0.0) if rounds else 0.0
         note = "Sums of the answers since the server started."
         return Told(SGLANG, Counts(rounds, told), (), note, answers)

@@ -160,14 +160,15 @@ def _answers(bundle: Bundle, pairs: _Pairs) -> tuple[Verdict | None, tuple[str, 
 
 def not_told(bundle: Bundle, seen: Sequence[Seen], end_ids: Collection[int] = ()) -> tuple[str, ...]:
     """Return the faults that a right engine could have without anything of what it tells being different on these prompts."""
-    pairs = list(zip(bundle.prompts, seen, strict=True))
     ends = end_ids or bundle.eos_ids
 
     def alike(p: ParityPrompt, s: Seen, own: Sequence[Sequence[int]]) -> bool:
         return any(_same(rule(p.answer(own), p, ends), s, rule) for rule in _RULES)
 
-    every = {name: zip(pairs, rounds, strict=True) for name, rounds in bundle.faults.items()}
-    found = [name for name, rows in every.items() if all(alike(*pair, own) for pair, own in rows)]
+    # What left the bundle at a near tie tells nothing either way.
+    pairs = list(zip(bundle.prompts, seen, strict=True))
+    usable = [(place, *pair) for place, pair in enumerate(pairs) if alike(*pair, pair[0].rounds)]
+    found = [name for name, own in bundle.faults.items() if all(alike(p, s, own[place]) for place, p, s in usable)]
     return (*found, *bundle.unseen)
 
 

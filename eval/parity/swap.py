@@ -19,7 +19,7 @@ from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode_batch
 from draftsmith.decoder.draft import TargetAlone
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.eval.results.intervals import Interval
+from draftsmith.eval.results.intervals import FEWEST_PROMPTS, Interval
 from draftsmith.eval.simulate.texts import head_simulator
 from draftsmith.heads.base import DraftHead
 from draftsmith.target.target import Target
@@ -42,11 +42,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Share:
-    """Accepted length that is lost by one thing, and its 95% interval over prompts."""
+    """Accepted length that is lost by one thing, and its 95% interval over prompts, None of fewer than FEWEST_PROMPTS."""
 
     thing: str
     lost: float
-    interval: Interval
+    interval: Interval | None
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ def swap(own: Side, served: Side, requests: Sequence[Request], tokens: int) -> S
     shares = []
     for thing, name in enumerate(THINGS):
         low, high = np.quantile(_share(drawn, thing), [0.025, 0.975])
-        shares.append(Share(name, float(_share(whole, thing)[0]), (float(low), float(high))))
+        interval = (float(low), float(high)) if len(requests) >= FEWEST_PROMPTS else None
+        shares.append(Share(name, float(_share(whole, thing)[0]), interval))
     first, last = (float(whole[side, side, side][0]) for side in (False, True))
     return Swapped(first, last, differ, tuple(shares))
 

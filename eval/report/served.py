@@ -28,7 +28,7 @@ def section(view: View) -> Section:
             f"{served.max_tokens} tokens; the servers took turns in short blocks. Speedup: seconds per token after the first, against the "
             "first server on the same prompts, with the 95% interval over prompts. Predicted: from the costs at that concurrency and the τ "
             "that is named. tok/s: of all requests together, and of one after its first token, where p95 is a slow one. TTFT is until the "
-            "first text of an answer, over the network; prompts are read anew."
+            "first text of an answer, over the network; vLLM, SGLang and llama.cpp read prompts anew."
         )
         tables += [replace(table, caption=table.caption + view.where(i)) for table in tables_of(served)]
         notes += notes_of(served)

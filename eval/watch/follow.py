@@ -73,7 +73,7 @@ class ServerSource:
 
     def read(self) -> list[Event]:
         """Return what the counters grew by; those that are smaller than before began anew, as after a restart."""
-        told, at, last = read_server(self.server, idle=True), self.now(), self.position
+        told, at, last = read_server(self.server, idle=True, before=self.position.engine), self.now(), self.position
         if told.engine not in (VLLM, SGLANG) or told.counts.rounded:
             raise UserError(
                 f"{self.name} shows ratios or rounded sums of {told.engine} at /metrics, which cannot be followed: keep its answers, or its log, "
@@ -139,7 +139,9 @@ class FileSource:
             raise UserError(f"{self.name}, line {last.lines + 1}: the line is longer than any answer: {_REMEDY}.")
         self.ended = last.offset + len(data) >= size
         final = self.whole and self.ended
-        end = len(data) if final else data.rfind(b"\n") + 1
+        end = data.rfind(b"\n") + 1
+        # A last line that nothing ends may be half written; of a log such a one tells nothing yet.
+        end = len(data) if final and (_is_record(data[end:]) or not data[end:].lstrip().startswith(b"{")) else end
         lines = data[:end].splitlines(keepends=True)
         self._at = replace(last, inode=inode, answers=_holds_answers(lines) if last.answers is None else last.answers)
         events = [*(self._answers(lines) if self._at.answers else self._log(lines))]
@@ -231,10 +233,17 @@ class FileSource:
 
 
 def _holds_answers(lines: Sequence[bytes]) -> bool | None:
-    """Return whether lines are answers, or a log, None where none of them says so."""
+    """Return whether lines are answers, or a log, None where none of them says so. A log may show a template, which has braces too."""
     if any(words in line for line in lines if not line.startswith(b"{") for words in _TELLING):
         return False
-    return True if any(line.lstrip().startswith(b"{") for line in lines) else None
+    return True if any(_is_record(line) for line in lines if line.lstrip().startswith(b"{")) else None
+
+
+def _is_record(line: bytes) -> bool:
+    try:
+        return isinstance(parse_json(line, "", _REMEDY), dict)
+    except UserError:
+        return False
 
 
 Source = ServerSource | FileSource

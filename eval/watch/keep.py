@@ -5,7 +5,7 @@ They are conversations in a file that training reads, `worst.jsonl`: a line each
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ _SHAPES = (
     # The first, as what stands before its @ looks like an address of mail; it may hold one.
     ("PASSWORD", r"(?<=://)[^\s/]*:[^\s/]+(?=@)"),
     ("EMAIL", r"[\w.+-]+@[\w-]+\.[\w.-]+"),
-    ("KEY", r"\b(?:sk|pk|hf|ghp|gho|github_pat|xox[abp]|AKIA|eyJ)[-_]?[A-Za-z0-9_.-]{16,}"),
+    ("KEY", r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"),
+    ("KEY", r"\b(?:(?:sk|pk|rk|hf|gh[oprsu]|github_pat|glpat|xox[abeprs])[-_]|AKIA|ASIA|eyJ)[A-Za-z0-9_.-]{16,}"),
     ("KEY", r"(?i)(?<=bearer )\S{8,}|(?<=authorization: basic )\S+"),
     ("ADDRESS", r"\b\d{1,3}(?:\.\d{1,3}){3}\b|(?<![\w:])(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{0,4}(?![\w:])"),
     ("NUMBER", r"\+?\d(?:[ ()./-]{0,2}\d){6,}"),
 )
-_NAMES = ("role", "id", "type", "name", "tool_call_id")
-"""Keys of messages and calls whose texts no user wrote."""
+_NAMES = ("role", "id", "type", "tool_call_id")
+"""Keys of messages, their parts, calls and tools whose texts no user wrote; `name` is one of a tool and its calls."""
 _PATTERNS = [(name, re.compile(pattern)) for name, pattern in _SHAPES]
 
 
@@ -101,16 +102,25 @@ class Keeper:
                 messages = [*messages, *row_messages({"messages": [message_of(record)]})]
         try:
             row = {"messages": [self._clean(message) for message in messages]}
-            return row | ({"tools": asked["tools"]} if isinstance(asked.get("tools"), list) else {})
+            return row | ({"tools": self._clean(asked["tools"])} if isinstance(asked.get("tools"), list) else {})
         except _KeptOutError:
             return None
 
-    def _clean(self, value: Any) -> Any:
-        """Return a message with every text redacted. Raises _KeptOutError where the hook keeps one out."""
+    def _clean(self, value: Any, names: Collection[str] = _NAMES) -> Any:
+        """Return a message or tools with every text redacted but those of the keys `names`. Raises _KeptOutError where the hook keeps one
+        out."""
         if isinstance(value, dict):
-            return {key: one if key in _NAMES else self._clean(one) for key, one in value.items()}
+            called = {"arguments", "parameters"} & value.keys() or value.get("role") == "tool"
+            kept = (*names, "name") if names and called else names
+            # What a call passes on is the user's, whatever its keys are.
+            return {
+                key: one
+                if key in kept and isinstance(one, str)
+                else self._clean(one, () if key == "arguments" else names)
+                for key, one in value.items()
+            }
         if isinstance(value, list):
-            return [self._clean(one) for one in value]
+            return [self._clean(one, names) for one in value]
         if isinstance(value, str) and (value := self._redacted(value)) is None:
             raise _KeptOutError
         return value

@@ -19,6 +19,8 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from draftsmith.fields import LATER
+
 FALL = 0.1
 """The change of tau that bets are chosen for, as a share."""
 DAILY, ONCE = 0.008, 0.002
@@ -52,7 +54,7 @@ class Bets:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What the first observations told. tau: tokens of a round. spread: an observation's excess, as a share of its mean tokens.
+    """What the first observations told. tau: tokens of a round, of intervals each weighing the root of its rounds. spread: an observation's excess, as a share of its mean tokens.
     bounds: excesses are clipped to them. centre: mean of the clipped ones. clumping: variance of sums over that of independent ones."""
 
     observations: int
@@ -206,7 +208,7 @@ class _Rows:
 class Watched:
     """A slice of the traffic. share: of the chances of an error. size: observations of its baseline, which doubles up to `largest`.
     learning: those so far, as rounds and tokens. requests, rounds, tokens: of all. started, at: days, of the first and the last.
-    alarm: LOW or HIGH; alarmed: observations up to it."""
+    alarm: LOW or HIGH; alarmed: observations up to it. first_tau: see `baseline_tau`."""
 
     share: float
     size: int
@@ -222,6 +224,7 @@ class Watched:
     at: float = 0.0
     alarm: str | None = None
     alarmed: int = 0
+    first_tau: float | None = field(default=None, metadata=LATER)
 
     def take(self, rows: Sequence[Observation]) -> bool:
         """Learn from observations, then test them; return whether the baseline was learned meanwhile. Those after an alarm only count."""
@@ -251,12 +254,17 @@ class Watched:
         if not enough and self.size * 2 <= self.largest:
             self.size *= 2
             return False
-        self.baseline, self.learning = found, ()
+        self.baseline, self.learning, self.first_tau = found, (), self.tokens / self.rounds
         return True
 
     def in_requests(self, observations: float) -> float:
         """Return about how many requests so many observations tell of; the same number where that is not known."""
         return observations * self.requests / self.observations if self.requests else observations
+
+    @property
+    def baseline_tau(self) -> float:
+        """Tokens of a round in the baseline's observations, 0 before it is learned; of states that lack them its `tau`."""
+        return self.first_tau or (self.baseline.tau if self.baseline else 0.0)
 
     @property
     def told(self) -> float:

@@ -15,6 +15,7 @@ from tests.eval.planner.plans import result
 from tests.helpers import write_rows
 
 pytestmark = pytest.mark.full
+COSTS = str(Path(__file__).parents[2] / "docs/results/smollm2/eagle3/costs.json")
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_servers_are_sent_the_filters_that_the_result_tells(words: list[str]) ->
         "top_k": 1,
         "min_p": 0.1,
     }
-    assert "top_p" not in asked
+    assert (asked["top_p"], asked["repetition_penalty"]) == (1.0, 1.0), "as generation_config.json may say otherwise"
     assert read_result("served/result.json").settings.filters == {
         "top-k": 1,
         "top-p": None,
@@ -106,6 +107,10 @@ def test_an_evaluation_stands_beside_and_injected_rounds_predict(words: list[str
         (["--no-decode"], "--no-decode is for the decoder here, and --url measures running servers"),
         (["--model", "other"], "serves served, not other"),
         (["--report", "hot.json"], "--report hot.json is of temperature 0.7, but evaluate.temperatures begins with 0"),
+        (
+            ["--report", "hot.json", "--evaluate.temperatures", "[0.7]", "--evaluate.top_p", "0.9"],
+            "--report hot.json has another top-p than is asked for here",
+        ),
         (["--costs", "hot.json"], "--costs hot.json is of no running servers"),
         (["--seconds", "0"], "--seconds is '0': give a number of seconds above 0"),
         (["--evaluate.repetition_penalty", "1.1"], "evaluate.repetition_penalty is no option that servers agree on"),
@@ -149,6 +154,11 @@ def test_what_if_prints_what_engines_take(tmp_path: Path, capsys: pytest.Capture
         (["--tau", "6.1"], "tau 6.1 cannot be injected, as with 5 drafted tokens it is from 1 to 6"),
         ([], "needs the tau of a head that is not there yet"),
         (["--tau", "2", "prompts"], "but not prompts"),
+        (["--tau", "2", "--drafter", "eagle3"], "--drafter eagle3 names a drafter of a report or of a table of costs"),
+        (
+            ["--tau", "2", "--costs", COSTS, "--drafter", "eagle"],
+            f"{COSTS} has no drafter 'eagle' (did you mean eagle3?)",
+        ),
     ):
         assert main(["what-if", *wrong]) == 2
         assert message in capsys.readouterr().err

@@ -115,7 +115,9 @@ def test_what_another_target_loses(export: Path, tmp_path: Path, capsys: pytest.
     chats = [{"id": str(n), "messages": [{"role": "user", "content": "w3 w5 " * (n + 1)}]} for n in range(4)]
     prompts.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     assert main([*words, "--prompts", str(prompts)]) == 0
-    assert "4 prompts at temperature 0" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "4 prompts at temperature 0" in told
+    assert "4 prompts tell nothing for certain: give 10 or more with --prompts" in told
     assert main(["verify", str(export), "--target", str(served), "--served", str(own)]) == 2
     assert "was trained for (fingerprint" in capsys.readouterr().err
     tokenizer = AutoTokenizer.from_pretrained(own)

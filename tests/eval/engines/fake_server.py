@@ -36,7 +36,7 @@ class Engine:
     once, the others wait. longest: tokens of prompt and answer. others: tokens that it makes for others with every answer. merged: of
     so many rounds one is sent with the next, 0 for none. metrics, usage, versions: whether it shows counters,
     tokens with every chunk, and its version. running, joining: requests of others, from
-    the start on, and from the first answer on. reply: gives status and value of an answer in place of all of these. fault: what goes wrong with a chat: "refuses",
+    the start on, and from the first answer on. owner: of its model, as it says. reply: gives status and value of an answer in place of all of these. fault: what goes wrong with a chat: "refuses",
     "stalls", "hangs up", "silent" (no usage), "" nothing."""
 
     kind: str = "vLLM"
@@ -51,6 +51,7 @@ class Engine:
     running: int = 0
     joining: int = 0
     model: str = "models/target"
+    owner: str = ""
     drafted: tuple[int, ...] = ()
     versions: bool = True
     reply: Callable[[dict[str, Any]], tuple[int, Any]] | None = None
@@ -92,7 +93,10 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         engine = self.server.engine
         pages: dict[str, Any] = {
-            "/v1/models": {"object": "list", "data": [{"id": "served", "root": engine.model}]},
+            "/v1/models": {
+                "object": "list",
+                "data": [{"id": "served", "root": engine.model, "owned_by": engine.owner}],
+            },
             "/version": {"version": "9.9"},
             "/props": {"build_info": "b9-abc"},
         }

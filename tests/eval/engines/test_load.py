@@ -1,5 +1,6 @@
 """Chats that running servers answer in turns: what is counted, in which order, and a sentence for each thing that goes wrong."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,9 @@ def test_what_servers_answered_and_accepted_is_counted(kind: str) -> None:
         assert two.ttft_s.p95 <= two.latency_s.p95
     asked = alone.asked[1:]
     assert len(asked) == 48
+    off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    penalty = "repetition_penalty" if kind == "vLLM" else "repeat_penalty"
+    assert all(off.items() <= one.items() and one[penalty] == 1 for one in asked), "as engines have others of their own"
     assert all(one["stream_options"] == {"include_usage": True} for one in asked)
     if kind == "vLLM":
         assert len({one["cache_salt"] for one in asked}) == 48
@@ -158,3 +162,25 @@ def test_predictions_come_from_costs_or_from_injected_rounds() -> None:
     report = planned.results[0].drafters["eagle3"]
     side = make_level(1, [tally(0.1), tally(0.08, 1)], predictor(planned.table, "eagle3", report)).sides[1]
     assert (side.predicted, side.predicted_tau) == (pytest.approx(option.speedup), option.tau)
+
+
+def test_counters_of_tensorrt_llm_are_those_since_they_were_last_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells its version where vLLM does, and takes no key that it does not know."""
+    counted = 0
+
+    def page(engine: Engine) -> str:
+        nonlocal counted
+        rounds, counted = engine.counts["rounds"] - counted, engine.counts["rounds"]
+        told = {"numDraftTokens": 3 * rounds, "numRequestsWithDraftTokens": rounds, "numAcceptedTokens": 2 * rounds}
+        return json.dumps([{"specDecodingStats": told}] if rounds else [])
+
+    monkeypatch.setattr(Engine, "page", page)
+    engine = Engine("vLLM", k=3, accepts=(2,), owner="tensorrt_llm")
+    with serving(engine, 0) as url:
+        server = ChatServer(url, ["target"])
+        found = take_turns([server], CHATS, [1, 3], 1, LIMITS)
+    assert server.engine == "TensorRT-LLM 9.9"
+    assert not {"cache_salt", "top_k"} & engine.asked[-1].keys()
+    for (tally,) in found.values():
+        assert tally.counts is not None
+        assert (tally.counts.rounds, tally.counts.tau) == (12 * len(engine.rounds(9)), 3)

@@ -224,7 +224,8 @@ def test_names_are_checked_before_work() -> None:
 
     check("eagle3:code.tau@T1=2")
     check("tau_simulated=2,code.acceptance_rate=0.4,tau_simulated.low=2", decode=False)
-    check("tau.low=2", slices={"code": 4, "chat": 6})
+    check("tau.low=2", slices={"code": 4, "chat": 6}, repeats=1)
+    check("speedup=2", repeats=1)
     for text, changes, said in (
         ("chat.tau=2", {}, "no slice chat; there are overall, code"),
         ("tau@T2=2", {}, "no temperature 2"),
@@ -232,6 +233,7 @@ def test_names_are_checked_before_work() -> None:
         ("tau=2", {"decode": False}, "use tau_simulated"),
         ("code.speedup.low=2", {"decode": False}, "needs decoding"),
         ("tau.low=2", {"slices": {"code": 4, "chat": 5}}, "9 prompts, and there is no interval over fewer than 10"),
+        ("speedup.low=2", {"repeats": 1}, "evaluate.repeats is 1, and what is timed once has no interval"),
         ("code.tau_simulated.low=2", {"slices": {"code": 4, "chat": 6}}, "code has 4 prompts"),
     ):
         with pytest.raises(UserError, match=said):

@@ -19,6 +19,7 @@ from draftsmith.eval.parity.diagnose import (
     WEIGHTS,
     Seen,
     diagnose,
+    not_told,
 )
 
 # Two rounds: one of two drafted tokens is accepted, then none.
@@ -104,3 +105,14 @@ def test_the_first_difference_is_named(seen: Seen, causes: tuple[str, ...], ties
 
 def test_a_bundle_is_json_of_bounded_size(tmp_path: Path) -> None:
     assert json.loads((export(tmp_path) / "parity" / "bundle.json").read_text())["num_speculative_tokens"] == 2
+
+
+def test_what_looks_the_same_is_said_though_another_prompt_left_at_a_near_tie() -> None:
+    """Which tells nothing of a fault, either way."""
+    faults = {"layer + 1": BUNDLE.faults["layer + 1"] * 2, "half precision": (PROMPT.rounds,) * 2}
+    bundle = replace(BUNDLE, prompts=(PROMPT, replace(PROMPT, id="q")), faults=faults)
+    left = Seen("q", (10, 11, 22, 13, 14, 15), (EngineRound((11, 30), 1), EngineRound((13, 14), 2)))
+    assert diagnose(bundle, [SEEN, left]).right
+    assert not_told(bundle, [SEEN, replace(SEEN, id="q")]) == ("half precision",)
+    assert not_told(bundle, [SEEN, left]) == ("half precision",)
+    assert not_told(bundle, [left, replace(left, id="q")]) == ("layer + 1", "half precision")

@@ -1,6 +1,7 @@
 """What a served target loses: shares add up, what was not swapped loses nothing, and both ends are what decoding has."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,7 +59,10 @@ def test_shares_add_up_to_what_decoding_loses() -> None:
     assert found.tau_served == pytest.approx(decoded(other, quantize_head(served, "int4")))
     assert sum(shares(found)) == pytest.approx(found.tau - found.tau_served)
     assert found.differ > 0
-    assert all(share.interval[0] <= share.lost <= share.interval[1] for share in found.shares)
+    assert all(share.interval is None for share in found.shares), "as everywhere of fewer than ten prompts"
+    more = [*REQUESTS, *(replace(one, sample_id=f"{one.sample_id} again") for one in REQUESTS)]
+    found = swap(own, Side(other, (served, served)), more, K)
+    assert all(share.interval and share.interval[0] <= share.lost <= share.interval[1] for share in found.shares)
 
 
 def test_the_same_target_loses_nothing() -> None:

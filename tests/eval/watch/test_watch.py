@@ -15,7 +15,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.results.result import read_result
 from draftsmith.eval.watch.follow import Event, FileSource, ServerSource
 from draftsmith.eval.watch.keep import FILE, Keeper, redact
-from draftsmith.eval.watch.sequential import LOW, Observation
+from draftsmith.eval.watch.sequential import LOW, Observation, Watched
 from draftsmith.foreign.server import ModelServer
 from tests.eval.engines.fake_server import Engine, serving
 from tests.eval.ledger.test_ledger import LLAMA_LOG, llama, vllm, vllm_line
@@ -150,6 +150,9 @@ def test_worst_requests_are_kept_only_when_asked_and_redacted(tmp_path: Path) ->
         ("Authorization: Basic dXNlcjpwYXNz", "Authorization: Basic [KEY]"),
         ("from 2001:db8::8a2e:370:7334, at 12:30:45", "from [ADDRESS], at 12:30:45"),
         ("http://host:8000/a to me@host.org", "http://host:8000/a to [EMAIL]"),
+        ("ghs_abcdefghijklmnop1234, glpat-abcdefghijklmnop1, ASIAABCDEFGHIJKLMNOP", "[KEY], [KEY], [KEY]"),
+        ("a -----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY----- b", "a [KEY] b"),
+        ("a skateboarding-competition", "a skateboarding-competition"),
     ],
 )
 def test_passwords_and_keys_go_whatever_stands_around_them(text: str, kept: str) -> None:
@@ -409,3 +412,94 @@ def test_a_watch_goes_on_with_the_clock_and_the_baseline_that_it_began_with(capf
         assert follow(*words) == 2
         assert what in capfd.readouterr().err
     assert Path("watch.json").read_text() == state
+
+
+def test_what_a_call_passes_on_is_redacted_whatever_its_keys_are(tmp_path: Path) -> None:
+    """The hook sees it, too."""
+    seen = list[str]()
+    passed = {"id": "b@c.de", "name": "Bob", "type": "4111 1111 1111 1111", "to": [{"role": "b@c.de"}]}
+    call = {"id": "call-1", "type": "function", "function": {"name": "send_mail", "arguments": json.dumps(passed)}}
+    asked = [
+        {"role": "user", "name": "a@b.de", "content": [{"type": "text", "text": "hi a@b.de"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call-1", "name": "send_mail", "content": "sent"},
+    ]
+    told = {
+        "name": "send_mail",
+        "description": "Ask a@b.de",
+        "parameters": {"properties": {"name": {"type": "string"}}},
+    }
+    record = {
+        "messages": asked,
+        "tools": [{"type": "function", "function": told}],
+        "choices": [{"message": {"role": "assistant", "content": "Done."}}],
+    }
+    keeper = Keeper(tmp_path, 5, 9.0, lambda text: seen.append(text) or text, lambda: 1.0)  # type: ignore[func-returns-value]
+    keeper.add({"all": [Event("all", Observation(100.0, 110.0, 1.0, 1.0, "a"), record)]}, {"all": 1.5})
+    (row,) = keeper.rows
+    assert "@" not in (tmp_path / FILE).read_text()
+    user, called, answered, _ = row["messages"]
+    assert (user["name"], user["role"]) == ("[EMAIL]", "user")
+    (made,) = called["tool_calls"]
+    assert (made["id"], made["function"]["name"], answered["name"]) == ("call-1", "send_mail", "send_mail")
+    assert made["function"]["arguments"] == {
+        "id": "[EMAIL]",
+        "name": "Bob",
+        "type": "[NUMBER]",
+        "to": [{"role": "[EMAIL]"}],
+    }
+    assert {"Bob", "[NUMBER]", "Ask [EMAIL]", "Done."} <= set(seen)
+    assert row["tools"] == [{"type": "function", "function": told | {"description": "Ask [EMAIL]"}}]
+
+
+def test_sglang_is_followed_over_a_restart(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Until its first answer it shows no counter of drafts, or none but a gauge."""
+    pages = [(40, 90, 10), (80, 180, 20), (), ("sglang:spec_accept_length 2.5\n",), (20, 45, 5)]
+
+    def page(_: Engine) -> str:
+        shown = pages.pop(0)
+        names = ("spec_verify_calls", "generation_tokens", "num_requests")
+        rows = [f'sglang:{name}_total{{a="b"}} {one}\n' for name, one in zip(names, shown, strict=False)]
+        return "".join(rows) if len(shown) == 3 else "".join(shown)
+
+    monkeypatch.setattr(Engine, "page", page)
+    with serving(Engine(), 0) as url:
+        times = iter(range(1, 9))
+        source = ServerSource(ModelServer(url, "--url"), now=lambda: float(next(times)))
+        seen = [[(one.seen.rounds, one.seen.tokens, one.seen.requests) for one in source.read()] for _ in range(5)]
+    assert seen == [[], [(40, 80, 10)], [], [], [(20, 40, 5)]]
+    assert capfd.readouterr().err.count("began to count anew") == 1
+
+
+def test_a_log_that_shows_a_template_is_a_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "server.log"
+    path.write_text("chat_template: {% for m in messages %}\n    {{- '<|im_start|>' }}\n{%- else %}\n")
+    source = FileSource(path, per_day=100)
+    assert source.read() == []
+    path.write_text(path.read_text() + LLAMA_LOG)
+    assert len(source.read()) == 2
+    assert "left out" not in capfd.readouterr().err
+
+
+def test_an_answer_that_is_half_written_is_read_when_it_is_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, text = tmp_path / "answers.jsonl", "\n".join(json.dumps(row) for row in answers(3, lambda _: 0.5))
+    source = FileSource(path, whole=True)
+    path.write_text(text[:-9])
+    assert len(source.read()) == 2
+    path.write_text(text)
+    assert len(source.read()) == 1
+    assert "left out" not in capfd.readouterr().err
+
+
+def test_the_baseline_of_intervals_is_tokens_over_rounds() -> None:
+    """Though each weighs the root of its rounds in the test."""
+    one = Watched(1.0, 200, 200)
+    for n in range(200):
+        busy = n % 2
+        rounds, tau = (10_000.0, 3.0) if busy else (100.0, 2.0)
+        one.take([Observation(rounds, rounds * (tau + 0.01 * (n % 3)), n / 100, 1.0, "", True)])
+    assert one.baseline is not None
+    assert one.baseline_tau == pytest.approx(one.tokens / one.rounds)
+    assert one.baseline_tau > one.baseline.tau + 0.05

@@ -22,8 +22,8 @@ from draftsmith.errors import UserError
 
 MARK = "qz0zq"
 """A text that no template changes and no conversation holds, to find a place by."""
-EMPTY_THINK = re.compile(r"\s*(<think>\s*)?</think>\s*")
-"""An empty think block, whole or begun in the generation prompt: the template writes it, not the target."""
+EMPTY_THINK = re.compile(r"\s*(<think>\s*)?</think>\s*|\s*<\|channel>thought\s*<channel\|>\s*")
+"""An empty think block, whole or begun in the generation prompt, or Gemma 4's: the template writes it, not the target."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +176,7 @@ def end_within(text: str, other: str) -> tuple[int, int]:
 
 
 _OPEN_THINK = re.compile(r"^\s*<think>\s*")
+_OPENS, _CLOSED = ("<think>", "<|channel>thought"), ("</think>", "<channel|>")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _BLOCK = "<think>\n"
 
@@ -244,7 +245,7 @@ def _render_whole(renderer: Renderer) -> list[Rendering]:
     for turn, start, end in spans:
         start, end = renderer.answer_span(turn, ids, start, end)
         if not cut or end < len(ids):
-            _check_said(renderer, turn, ids[start:end])
+            _check_said(renderer, turn, ids[:start], ids[start:end])
         mask[start:end] = [True] * (end - start)
     return [Rendering(ids, _narrow(mask, renderer.marks(length, known, 0)), cut)]
 
@@ -271,7 +272,7 @@ def _render_turn(renderer: Renderer, turn: int) -> Rendering:
     start, end = renderer.answer_span(turn, ids, len(prompt), len(ids))
     if not cut:
         ids, end = renderer.end_as_continued(turn, ids, start, end)
-        _check_said(renderer, turn, ids[start:end])
+        _check_said(renderer, turn, ids[:start], ids[start:end])
     mask = [start <= t < end for t in range(len(ids))]
     return Rendering(ids, _narrow(mask, marks and [*[False] * len(prompt), *marks]), cut)
 
@@ -281,15 +282,15 @@ def _split(renderer: Renderer, turn: int, prompt: str, whole: str) -> tuple[str,
     turn in what the template places there."""
     if whole.startswith(prompt):
         return prompt, whole[len(prompt) :]
-    begin = prompt.rfind("<think>")
+    begin = max(map(prompt.rfind, _OPENS))
     block = prompt[begin:] if begin >= 0 else ""
     empty, opened = EMPTY_THINK.fullmatch(block), _OPEN_THINK.fullmatch(block)
     base = prompt[:begin] if empty or opened else prompt
     rest, why = _after(renderer, turn, base, prompt, whole), "it stands in another place or begins otherwise"
     if rest is not None and (base == prompt or rest.startswith(block)):
         return prompt, rest[len(prompt) - len(base) :]
-    if rest is not None and empty:  # the prompt forces an empty block, and the answer is rendered without it
-        return prompt, rest
+    if rest is not None and empty:  # the prompt forces an empty block, and the answer is rendered without it, or with its end alone
+        return prompt, rest[match.end() :] if (match := EMPTY_THINK.match(rest)) else rest
     if rest is not None and opened:
         thought, said = _thought_of(renderer.conversation.messages[turn], block)
         bare = EMPTY_THINK.sub("", rest, count=1)
@@ -375,12 +376,27 @@ def _with_thought(renderer: Renderer, turn: int, prompt: str, answer: str) -> st
     )
 
 
-def _check_said(renderer: Renderer, turn: int, ids: Sequence[int]) -> None:
-    """Raise UserError where the text of an answer is not among its tokens: they only end it, or hold its call alone."""
+def _check_said(renderer: Renderer, turn: int, before: Sequence[int], ids: Sequence[int]) -> None:
+    """Raise UserError where the text or a call of an answer is not among its tokens: they only end it, or hold its call alone. And where
+    they are a thought behind a block that is closed `before` them."""
     message = renderer.conversation.messages[turn]
+    text = renderer.decode(ids)
+    if renderer.decode(before[-8:]).rstrip().endswith(_CLOSED) and text.lstrip().startswith(_OPENS):
+        raise renderer.error(
+            turn,
+            "closes a think block before the thought of this answer, which the target would not write there: set data.template as you serve, "
+            "such as enable_thinking: true, give the thought as reasoning_content, or remove it.",
+        )
+    names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+    if names and not any(re.sub(r"\W", "", name) in re.sub(r"\W", "", text) for name in names):
+        raise renderer.error(
+            turn,
+            f"writes the call of {names[0]!r} outside of this answer, so the tokens to learn cannot be told: name a template that writes calls as "
+            "the target does in data.chat_template, or remove the turn.",
+        )
     nothing = all(map(renderer.says_nothing, ids))
     said = encode(renderer.tokenizer, message["content"].rpartition("</think>")[2]) if "tool_calls" in message else []
-    beside = re.sub(r"\W", "", renderer.decode(said)) not in re.sub(r"\W", "", renderer.decode(ids))
+    beside = re.sub(r"\W", "", renderer.decode(said)) not in re.sub(r"\W", "", text)
     if message["content"].strip() and (nothing or beside):
         why = "leaves out the text of this answer: name a template that writes it in data.chat_template, or remove the turn."
         raise renderer.error(turn, why)

@@ -116,6 +116,37 @@ DEEPSEEK_V31 = Family(
     ("<User>", "<Bot>"),
     ("</s>",),
 )
+# The same, begun in the prompt and closed in the answer.
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V31,
+    template=DEEPSEEK_V31.template.replace("{% else %}</think>{% endif %}", "{% else %}<think></think>{% endif %}"),
+)
+# Thinking is off: the prompt closes a block of its own, which the template does not write before an answer.
+QWEN3 = Family(
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    + _PROMPT
+    + "{{ '<|im_start|>assistant\n<think>\n\n</think>\n\n' }}{% endif %}",
+    (),
+    ("<|im_end|>", PAD),
+)
+GEMMA4 = Family(
+    "{% for m in messages %}<|turn>{{ m.role }}\n{{ m.content }}<turn|>\n{% endfor %}"
+    + _PROMPT
+    + "{{ '<|turn>assistant\n<|channel>thought\n<channel|>' }}{% endif %}",
+    ("<|turn>", "<|channel>", "<channel|>"),
+    ("<turn|>",),
+)
+# A call stands behind the end of its turn.
+GIGACHAT = Family(
+    "{% for m in messages %}{{ m.role }}<|role_sep|>{{ m.content or '' }}<|message_sep|>"
+    + _CALLS
+    + "function call<|role_sep|>{{ c.function | tojson }}<|message_sep|>{% endfor %}{% endfor %}"
+    + _PROMPT
+    + "assistant<|role_sep|>{% endif %}",
+    ("<|role_sep|>",),
+    ("<|message_sep|>",),
+)
 LLAMA31 = Family(
     "<s>{% for m in messages %}{% if m.role == 'tool' %}<|start|>ipython\n\n{{ m.content | tojson }}<|eot_id|>{% elif m.tool_calls %}"
     "{% if m.tool_calls | length != 1 %}{{ raise_exception('single tool-calls only') }}{% endif %}{% set c = m.tool_calls[0].function %}"

@@ -107,6 +107,9 @@ LEARNED: dict[str, tuple[Family, Row, list[list[str]]]] = {
         [["<think>hm</think> Four.</s>"]],
     ),
     "DeepSeek-V3.1, without thoughts": (families.DEEPSEEK_V31, PLAIN, [["Four.</s>", "Five.</s>"]]),
+    "DeepSeek-V3.2, a block begun in the prompt": (families.DEEPSEEK_V32, PLAIN, [["Four.</s>"], ["Five.</s>"]]),
+    "Qwen3, thinking off": (families.QWEN3, PLAIN, [["Four.<|im_end|>"], ["Five.<|im_end|>"]]),
+    "Gemma 4, thinking off": (families.GEMMA4, PLAIN, [["Four.<turn|>"], ["Five.<turn|>"]]),
     "Llama 3.1": (families.LLAMA31, CALL, [['{"name": "add", "parameters": {"a": 2}}<|eom_id|>', "Four.<|eot_id|>"]]),
     "harmony": (
         families.HARMONY,
@@ -163,6 +166,10 @@ LOST: dict[str, tuple[Family, Row, str]] = {
     "an answer to an answer": (families.MERGED, {"messages": [*PLAIN["messages"][:2], {"role": "assistant", "content": "Really."}]}, "turn 3: .*does not continue its own prompt"),
     "a thought": (families.NO_TOOLS, THOUGHT, "Sample row, turn 2: .*leaves out the thought"),
     "a thought, thinking off": (families.DEEPSEEK_V31, THOUGHT, "Sample row, turn 2: .*leaves out the thought"),
+    "a thought behind a closed block": (families.QWEN3, THOUGHT, "turn 2: .*closes a think block before the thought of this answer"),
+    "a thought in the text behind a closed block": (families.QWEN3, {"messages": [ASK, {"role": "assistant", "content": "<think>hm</think> Four."}]}, "turn 2: .*closes a think block"),
+    "Gemma 4's thought in the text": (families.GEMMA4, {"messages": [ASK, {"role": "assistant", "content": "<|channel>thought\nhm<channel|>Four."}]}, "turn 2: .*closes a think block"),
+    "a call behind the end of its turn": (families.GIGACHAT, {"messages": BARE["messages"][:2]}, "turn 2: .*writes the call of 'add' outside of this answer"),
     "no thought where the prompt opens one": (families.DEEPSEEK_R1, PLAIN, "turn 2: .*opens a think block, and the answer holds no thought"),
 }  # fmt: skip
 

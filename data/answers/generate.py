@@ -1,7 +1,7 @@
 """The target's own answers to the prompts of a data set: writing the file, reading it again, and holding some out of training.
 
 A head must learn to predict what the target writes, not what somebody else once answered. The file is JSONL with a line
-per answer in the order of the prompts: `prompt_ids` and `output_ids` as the model saw them, and the text for people.
+per answer in the order of the prompts: `prompt_ids` and `output_ids` as the model saw them, the text for people, and who served it.
 """
 
 import json
@@ -64,18 +64,19 @@ def regenerate(
         bar = Bar(total=len(prompts), initial=before, desc="answers", unit="answer")
         shown = SharedBar(team, f"answers in {path}", bar)
 
-        def line_of(answer: Generation) -> str:
+        def line_of(answer: Generation, server: AnswerServer | None = None) -> str:
             tokens = team.tally(f"tokens in {path}", len(answer.output_ids))
             shown.update(1)
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tok/s", refresh=False)
-            return _to_line(prompts[numbers[id(answer.request)]], answer, tokenizer)
+            own = _to_record(prompts[numbers[id(answer.request)]], answer, tokenizer)
+            return json.dumps(own | ({"server": server.url} if server else {}), ensure_ascii=False, default=str) + "\n"
 
         with bar:
             if servers:  # asked by one process
                 asked = [requests[chunk.start] for chunk in own if earlier.line(chunk.start) is None]
                 shown.skip(len(own) - len(asked))
                 with closing(answer_all(servers, asked, sampling, batch, target.vocab_size)) as served:
-                    file.take_all(((numbers[id(a.request)], line_of(a)) for a in served), earlier.line)
+                    file.take_all(((numbers[id(a.request)], line_of(a, server)) for server, a in served), earlier.line)
             for chunk in () if servers else own:
                 lines = {i: line for i in chunk if (line := earlier.line(i)) is not None}
                 shown.skip(len(lines))
@@ -191,10 +192,10 @@ class _Earlier:
             return file.readline().decode()
 
 
-def _to_line(prompt: Prompt, answer: Generation, tokenizer: Any) -> str:
+def _to_record(prompt: Prompt, answer: Generation, tokenizer: Any) -> dict[str, Any]:
     conversation = prompt.conversation
     text = tokenizer.decode(answer.output_ids, skip_special_tokens=True)
-    record = {
+    return {
         "id": conversation.id,
         "slice": conversation.slice,
         "messages": [*conversation.prompt(), {"role": "assistant", "content": text}],
@@ -202,7 +203,6 @@ def _to_line(prompt: Prompt, answer: Generation, tokenizer: Any) -> str:
         "output_ids": answer.output_ids,
         "finish_reason": answer.finish_reason,
     }
-    return json.dumps(record, ensure_ascii=False) + "\n"
 
 
 def _keep_whole_chunks(partial: Path, chunk_size: int, total: int) -> int:
@@ -230,6 +230,11 @@ def read_answers(path: Path, *, max_length: int | None = None, on_too_long: OnTo
     Raises UserError with file and line for a line that is not an answer.
     """
     return tokenize_answers(_rows(path), max_length=max_length, on_too_long=on_too_long)
+
+
+def server_of(path: Path) -> dict[str, str]:
+    """Return by their ids which servers made the answers in a file, those that the target made here left out."""
+    return {row["id"]: server for row in _rows(path) if isinstance(server := row.get("server"), str)}
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:

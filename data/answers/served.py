@@ -117,24 +117,24 @@ def _ids(value: Any) -> list[int]:
 
 def answer_all(
     servers: Sequence[AnswerServer], requests: Sequence[Request], sampling: Sampling, batch: int, vocab_size: int
-) -> Generator[Generation]:
-    """Yield the answers as they come; every server works on up to `batch` of them at a time.
+) -> Generator[tuple[AnswerServer, Generation]]:
+    """Yield servers and their answers as they come; every server works on up to `batch` of them at a time, the first prompts shared out.
 
     vocab_size: of the target. Raises UserError where a server fails, or answers with other tokens than the target has, behind what came
     before that.
     """
-    taken, stopped, answered = count(), Event(), SimpleQueue[Generation | Exception]()
+    taken, stopped, answered = count(), Event(), SimpleQueue[tuple[AnswerServer, Generation] | Exception]()
 
     def work(server: AnswerServer) -> None:
         while (number := next(taken)) < len(requests) and not stopped.is_set():
             try:
-                answered.put(server.answer(requests[number], sampling, stopped, vocab_size))
+                answered.put((server, server.answer(requests[number], sampling, stopped, vocab_size)))
             except Exception as error:  # noqa: BLE001 - whatever it is, who waits for the answer shall know
                 answered.put(error)
 
     # Daemons, so that Ctrl-C does not wait for answers that are on their way.
-    for server in servers:
-        for _ in range(min(batch, len(requests))):
+    for _ in range(min(batch, len(requests))):
+        for server in servers:
             Thread(target=work, args=(server,), daemon=True).start()
     try:
         for _ in requests:
@@ -173,15 +173,14 @@ _ROWS = 64
 
 
 def likeness(target: Target, samples: Sequence[Tokenized], sampling: Sampling) -> Likeness:
-    """Test the first answers, of _TOKENS_TESTED tokens together or a little more, against the target's distributions.
+    """Test answers from all over `samples`, of about _TOKENS_TESTED tokens together, against the target's distributions.
 
     Samples x of p have E[log p(x) + H(p)] = 0 with a variance that p gives too, so that no other answers are needed to compare with.
     """
     tokens = impossible = 0
     surplus = variance = 0.0
-    for sample in samples:
-        if tokens >= _TOKENS_TESTED:
-            break
+    apart = max(1, sum(int(sample.mask.sum()) for sample in samples) // _TOKENS_TESTED)
+    for sample in samples[::apart]:
         ids = sample.ids.to(target.device)
         last = target.forward(ids[None]).last[0]
         found = [

@@ -4,7 +4,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from draftsmith.foreign.text import kind_of, open_file, read_json, read_json_lin
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _MEND = "mend or remove it"
+_MOST_OPEN = 100
+"""Files that are read in turns; of more the rows that may be of use are read one file after the other."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
 
@@ -69,6 +71,8 @@ def load_conversations(
     if limit is None:
         rows: Iterator[_Row] = (row for file in files for row in file)
     else:
+        if len(files) > _MOST_OPEN:
+            files = [iter([*itertools.islice(file, limit)]) for file in files]
         in_turn = (row for turn in itertools.zip_longest(*files) for row in turn if row is not None)
         rows = itertools.islice(in_turn, limit)
     # An id used twice is refused, and rows without one get their own.
@@ -170,7 +174,8 @@ def _json_rows(path: Path) -> Iterator[_Row]:
         if not file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             yield from _jsonl_rows(path)
             return
-    for number, row in enumerate(read_json(path, _MEND), start=1):
+    remedy = "mend it, or write it as JSON Lines, a conversation a line, which may have any size"
+    for number, row in enumerate(read_json(path, remedy), start=1):
         yield _Row(row, f"{path}, record {number}", path.stem, number)
 
 
@@ -180,7 +185,7 @@ def _parquet_rows(path: Path) -> Iterator[_Row]:
     open_file(path, _MEND).close()
     with foreign_code(f"{path} cannot be read as Parquet", "write it again, or convert it to JSON Lines"):
         # Streaming reads the file itself; the other way copies it into the cache first.
-        rows = iter(datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True))
+        rows = iter(datasets.load_dataset("parquet", data_files=escape(str(path)), split="train", streaming=True))
     yield from _rows_of(rows, path, "row", path.stem, f"{path} cannot be read as Parquet")
 
 

@@ -18,12 +18,20 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from draftsmith.data.conversations.day import dated
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import as_read, encode, render_text, shorten, template_name
+from draftsmith.data.conversations.thoughts import (
+    BLOCK,
+    CLOSED,
+    EMPTY_THINK,
+    OPEN_THINK,
+    OPENS,
+    after_thought,
+    lacks_thought,
+    thought_of,
+)
 from draftsmith.errors import UserError
 
 MARK = "qz0zq"
 """A text that no template changes and no conversation holds, to find a place by."""
-EMPTY_THINK = re.compile(r"\s*(<think>\s*)?</think>\s*|\s*<\|channel>thought\s*<channel\|>\s*")
-"""An empty think block, whole or begun in the generation prompt, or Gemma 4's: the template writes it, not the target."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +183,6 @@ def end_within(text: str, other: str) -> tuple[int, int]:
     return low, other.rfind(text[len(text) - low :]) + low
 
 
-_OPEN_THINK = re.compile(r"^\s*<think>\s*")
-_OPENS, _CLOSED = ("<think>", "<|channel>thought"), ("</think>", "<channel|>")
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
-_BLOCK = "<think>\n"
-
-
 @dataclass(frozen=True)
 class Rendering:
     """Token ids of (a part of) a conversation and, per token, whether it is an assistant token to learn.
@@ -227,7 +229,7 @@ def _render_whole(renderer: Renderer) -> list[Rendering]:
     whole = renderer.text(length, generation_prompt=False)
     known = shorten(renderer.tokenizer, whole, renderer.most)
     ids, cut = encode(renderer.tokenizer, known), len(known) < len(whole)
-    if any(_lacks_thought(renderer, turn, whole) for turn in renderer.answers):
+    if any(lacks_thought(renderer.conversation.messages[turn], whole) for turn in renderer.answers):
         return []
     spans = []
     for turn in renderer.answers:
@@ -282,19 +284,21 @@ def _split(renderer: Renderer, turn: int, prompt: str, whole: str) -> tuple[str,
     turn in what the template places there."""
     if whole.startswith(prompt):
         return prompt, whole[len(prompt) :]
-    begin = max(map(prompt.rfind, _OPENS))
+    begin = max(map(prompt.rfind, OPENS))
     block = prompt[begin:] if begin >= 0 else ""
-    empty, opened = EMPTY_THINK.fullmatch(block), _OPEN_THINK.fullmatch(block)
+    empty, opened = EMPTY_THINK.fullmatch(block), OPEN_THINK.fullmatch(block)
     base = prompt[:begin] if empty or opened else prompt
     rest, why = _after(renderer, turn, base, prompt, whole), "it stands in another place or begins otherwise"
     if rest is not None and (base == prompt or rest.startswith(block)):
         return prompt, rest[len(prompt) - len(base) :]
-    if rest is not None and empty:  # the prompt forces an empty block, and the answer is rendered without it, or with its end alone
+    if (
+        rest is not None and empty
+    ):  # the prompt forces an empty block, and the answer is rendered without it, or with its end alone
         return prompt, rest[match.end() :] if (match := EMPTY_THINK.match(rest)) else rest
     if rest is not None and opened:
-        thought, said = _thought_of(renderer.conversation.messages[turn], block)
+        thought, said = thought_of(renderer.conversation.messages[turn], block)
         bare = EMPTY_THINK.sub("", rest, count=1)
-        if thought and (answer := _after_thought(_OPEN_THINK.sub("", thought), said, bare)):
+        if thought and (answer := after_thought(OPEN_THINK.sub("", thought), said, bare)):
             # The prompt opens a block; the template drops it from the answer, which a served model would have written.
             return prompt, answer
         if EMPTY_THINK.match(rest):  # rendered as if thinking had been off
@@ -331,41 +335,16 @@ def _after(renderer: Renderer, turn: int, base: str, prompt: str, whole: str) ->
     return whole[place:]
 
 
-def _thought_of(message: dict[str, Any], block: str) -> tuple[str, str]:
-    """Return the thought of an answer up to the end of the think `block` that its prompt opens, and what is said after it; "" where
-    there is none."""
-    content, thought = message["content"], message.get("reasoning_content", "").strip()
-    if thought:  # in lines of its own where the block begins with one
-        return f"{thought}\n</think>\n\n" if block.endswith("\n") else f"{thought}</think>", content
-    thought, close, said = content.partition("</think>")
-    return (thought + close, said) if close else ("", content)
-
-
-def _after_thought(thought: str, said: str, bare: str) -> str | None:
-    """Put a thought before `bare`, the answer as a template renders it without; None where `bare` does not begin with `said`."""
-    kept = said if bare.startswith(said) else said.strip()
-    if not bare.startswith(kept):
-        return None
-    return thought + (said if kept == said else said.rstrip()) + bare[len(kept) :]
-
-
-def _lacks_thought(renderer: Renderer, turn: int, text: str) -> bool:
-    """Return whether the thought of an answer is not in a text."""
-    message = renderer.conversation.messages[turn]
-    within = _THOUGHT.match(message["content"])
-    return (message.get("reasoning_content") or (within[1] if within else "")).strip() not in text
-
-
 def _with_thought(renderer: Renderer, turn: int, prompt: str, answer: str) -> str:
     """Return an answer with the thought that a template which knows think blocks drops from every turn: the target writes it.
 
     Raises UserError where the thought has no place.
     """
-    if not _lacks_thought(renderer, turn, answer):
-        return answer
     message = renderer.conversation.messages[turn]
-    thought, said = _thought_of(message, _BLOCK)
-    full = _after_thought(_BLOCK * ("reasoning_content" in message) + thought, said, answer)
+    if not lacks_thought(message, answer):
+        return answer
+    thought, said = thought_of(message, BLOCK)
+    full = after_thought(BLOCK * ("reasoning_content" in message) + thought, said, answer)
     known = "</think>" in str(renderer.tokenizer.chat_template) and not prompt.rstrip().endswith("</think>")
     if known and full is not None:
         return full
@@ -381,7 +360,7 @@ def _check_said(renderer: Renderer, turn: int, before: Sequence[int], ids: Seque
     they are a thought behind a block that is closed `before` them."""
     message = renderer.conversation.messages[turn]
     text = renderer.decode(ids)
-    if renderer.decode(before[-8:]).rstrip().endswith(_CLOSED) and text.lstrip().startswith(_OPENS):
+    if renderer.decode(before[-8:]).rstrip().endswith(CLOSED) and text.lstrip().startswith(OPENS):
         raise renderer.error(
             turn,
             "closes a think block before the thought of this answer, which the target would not write there: set data.template as you serve, "

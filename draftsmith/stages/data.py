@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from draftsmith.data.answers.generate import read_answers, regenerate
+from draftsmith.data.answers.generate import read_answers, regenerate, server_of
 from draftsmith.data.answers.served import AnswerServer, likeness
 from draftsmith.data.batch import Tokenized
 from draftsmith.data.conversations.load import Conversation
@@ -170,15 +170,22 @@ def _finish_answers(
         "seconds": seconds,
     }
     if servers:
-        measured = likeness(session.target, samples, session.recipe.answers.sampling)
-        facts |= {"servers": [server.engine for server in servers], "likeness": asdict(measured)}
-        if measured.differs:
-            session.warn(
-                f"the servers' answers are not the target's own: {measured}; serve the recipe's target in its dtype, unquantized and without "
-                "settings of its own for sampling, or name as target what is served."
-            )
-        else:
-            say(f"answers: the servers' are samples of the target: {measured}")
+        # Those of servers that answered an earlier part of the data, too.
+        known, by_server = server_of(path), dict[str, list[Tokenized]]()
+        for sample in samples:
+            if sample.sample_id in known:
+                by_server.setdefault(known[sample.sample_id], []).append(sample)
+        facts |= {"servers": [server.engine for server in servers], "likeness": {}}
+        for url, made in by_server.items():
+            measured = likeness(session.target, made, session.recipe.answers.sampling)
+            facts["likeness"][url] = asdict(measured)
+            if measured.differs:
+                session.warn(
+                    f"the answers of {url} are not the target's own: {measured}; serve the recipe's target in its dtype, unquantized and without "
+                    "settings of its own for sampling, or name as target what is served."
+                )
+            else:
+                say(f"answers: those of {url} are samples of the target: {measured}")
     session.finish("answers", facts | {"warnings": session.warnings[before:]})
     part = "the rest of them " if resumed else ""
     say(f"answers: {facts['answers']} answers, {facts['output_tokens']} tokens, {part}in {seconds:.0f} s, {path}")

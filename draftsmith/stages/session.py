@@ -297,6 +297,12 @@ class Session:
         """Identifies how text becomes token ids: vocabulary, merges and chat template."""
         parts = [getattr(self.tokenizer, "chat_template", None), self.tokenizer.special_tokens_map]
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        if backend is not None and (
+            backend.truncation or backend.padding
+        ):  # which the first text that is tokenized ends
+            backend = type(backend).from_str(backend.to_str())
+            backend.no_truncation()
+            backend.no_padding()
         parts.append(backend.to_str() if backend is not None else sorted(self.tokenizer.get_vocab().items()))
         return fingerprint(parts)
 

@@ -3,6 +3,7 @@ which is what it was when they were made."""
 
 import json
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -11,6 +12,10 @@ import pytest
 
 from draftsmith.cli.main import main
 from draftsmith.data.conversations.templates import Prompt, prepare_prompts
+from draftsmith.decoder.answers import Request
+from draftsmith.decoder.decode import decode
+from draftsmith.decoder.draft import TargetAlone
+from draftsmith.decoder.sampling import Sampling
 from draftsmith.errors import UserError
 from draftsmith.fields import LATER, fingerprint_fields
 from draftsmith.heads.vocab import Coverage
@@ -22,7 +27,9 @@ from draftsmith.stages.data import answers_stage
 from draftsmith.stages.evaluation import NOT_MEASURED
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import Start, _with_equal_batch, train_inputs, warn_of_untaught
+from draftsmith.target.target import load_target
 from draftsmith.train.checkpoints import window_of
+from tests.eval.engines.fake_server import Engine, serving
 from tests.eval.training.test_history import line, make_run
 from tests.workplace import make_workplace, options
 
@@ -199,3 +206,43 @@ def test_servers_are_asked_where_answers_are_made_again(tmp_path: Path, monkeypa
     (tmp_path / "run" / "answers.jsonl").write_text("changed\n")
     assert main(["regenerate", *words, "--redo", "answers"]) == 2
     assert asked == ["http://x"]
+
+
+@pytest.mark.full
+def test_each_server_is_tested_by_answers_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever they stand, and behind answers that the target made here."""
+    folder = make_workplace(tmp_path)
+    target = load_target(str(folder / "target"))
+
+    def reply(asked: dict[str, Any], hotter: float) -> tuple[int, Any]:
+        request = Request.seeded(str(asked["prompt"]), "chat", tuple(asked["prompt"]), asked["max_tokens"], 1)
+        (answer,) = decode(target, TargetAlone(), [request], Sampling(asked["temperature"] + hotter), 1)
+        reason = "stop" if answer.finish_reason == "eos" else "length"
+        return 200, {"choices": [{"token_ids": answer.output_ids, "finish_reason": reason}]}
+
+    words = [*options(folder, tmp_path / "run"), "--answers.temperature", "0.5", "--answers.max_new_tokens", "24"]
+    assert main(["regenerate", *words, "--data.limit", "40"]) == 0
+    engines = Engine(reply=partial(reply, hotter=0.0)), Engine(reply=partial(reply, hotter=2.0))
+    with serving(engines[0]) as right, serving(engines[1]) as wrong:
+        capsys.readouterr()
+        served = ["--answers.served_name", "served", "--answers.servers", json.dumps([right, wrong])]
+        assert main(["regenerate", *words, *served]) == 0
+    told = capsys.readouterr().err
+    assert len(engines[0].asked) + len(engines[1].asked) == 40
+    assert f"answers: those of {right} are samples of the target" in told
+    assert f"warning: the answers of {wrong} are not the target's own" in told
+
+
+def test_the_tokenizer_s_digest_is_the_same_before_and_after_a_text(tmp_path: Path) -> None:
+    """Many fine-tuned targets are saved with truncation, which ends with the first text that is tokenized."""
+    folder = make_workplace(tmp_path)
+    path = folder / "target" / "tokenizer.json"
+    plain = json.loads(path.read_text())
+    path.write_text(json.dumps(plain | {"truncation": {"direction": "Right", "max_length": 64, "strategy": "LongestFirst", "stride": 0}}))  # fmt: skip
+    session = Session(parse_recipe(options(folder, tmp_path / "run"), "draftsmith train"))
+    before = session.tokenizer_digest
+    session.tokenizer("a text", add_special_tokens=False)
+    del session.tokenizer_digest
+    assert session.tokenizer_digest == before
+    path.write_text(json.dumps(plain))
+    assert Session(session.recipe).tokenizer_digest == before

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,10 @@ def test_a_prompt_that_cannot_fit_is_left_out_without_making_tokens_of_it(monkey
     prompts = prepare_prompts(tiny_tokenizer(), [*TALK, long], max_new_tokens=lambda name: 6, max_length=120)
     assert [prompt.conversation.id for prompt in prompts] == [one.id for one in TALK]
     assert max(cut) < 500_000
+
+
+def test_what_a_turn_holds_beside_its_text_is_written_as_text(target: Target, tmp_path: Path) -> None:
+    """Parquet has values that JSON lacks."""
+    said = {"role": "user", "content": "why?", "timestamp": datetime(2026, 11, 29, 12)}
+    (row,) = answer(target, tmp_path / "a.jsonl", talk=[Conversation("c", "chat", (said,))])
+    assert row["messages"][0]["timestamp"] == "2026-11-29 12:00:00"

@@ -46,8 +46,8 @@ def as_llama(ids: list[int], ended: bool) -> dict[str, Any]:
 AS = {"vLLM": as_vllm, "llama.cpp": as_llama}
 
 
-def in_order(answers: Iterable[Generation]) -> list[Generation]:
-    return sorted(answers, key=lambda answer: REQUESTS.index(answer.request))
+def in_order(answers: Iterable[tuple[AnswerServer, Generation]]) -> list[Generation]:
+    return sorted((answer for _, answer in answers), key=lambda answer: REQUESTS.index(answer.request))
 
 
 @pytest.mark.parametrize("kind", AS)
@@ -82,10 +82,11 @@ def test_several_servers_share_the_prompts_and_slow_answers_hold_up_none() -> No
     engines = [Engine(reply=slow), Engine(reply=slow)]
     with serving(engines[0]) as one, serving(engines[1]) as two:
         servers = [AnswerServer(url, ["target"]) for url in (one, two)]
-        found = [answer.output_ids for answer in answer_all(servers, REQUESTS, Sampling(1.0), 2, 160)]
+        found = [answer.output_ids for _, answer in answer_all(servers, REQUESTS, Sampling(1.0), 2, 160)]
     assert sorted(found) == [[i + 3] for i in range(12)]
     assert found[0] != [3]
     assert min(len(engine.asked) for engine in engines) > 0
+    assert {engine.asked[0]["prompt"][-1] < 7 for engine in engines} == {True}, "the first prompts are shared out"
     assert sorted(a["prompt"][-1] for e in engines for a in e.asked) == list(range(3, 15))
 
 
@@ -163,6 +164,7 @@ def test_a_run_of_answers_goes_on_and_grows(target: Target, tmp_path: Path, monk
     rows = make(engine, 7, path)
     assert [row["id"] for row in rows] == [f"c{i}" for i in range(7)]
     assert [row["finish_reason"] for row in rows] == ["eos"] * 7
+    assert {row["server"][:17] for row in rows} == {"http://127.0.0.1:"}
     assert 2 <= len(engine.asked) <= 3
     assert not [*tmp_path.glob("answers.jsonl.part*")]
     engine, grown = Engine(reply=reply), tmp_path / "grown.jsonl"

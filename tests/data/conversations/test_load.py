@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from draftsmith.data.conversations import load
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.shapes import drop_nulls
 from draftsmith.errors import UserError
@@ -54,7 +55,7 @@ def test_made_ids_are_unique(tmp_path):
     assert sorted(c.id for c in load_conversations([str(tmp_path)])) == ["talk-1", "talk-1-2", "talk-1-3"]
 
 
-def test_folder_glob_json_and_limit(tmp_path):
+def test_folder_glob_json_and_limit(tmp_path, monkeypatch):
     for name in ("b", "a"):
         write_rows(tmp_path / f"{name}.jsonl", *({"messages": [Q, A]} for _ in range(3)))
     (tmp_path / "c.json").write_text(json.dumps([{"messages": [Q]}, {"messages": [Q, A]}], indent=1))
@@ -67,6 +68,10 @@ def test_folder_glob_json_and_limit(tmp_path):
     assert [c.id for c in load_conversations([str(tmp_path / "*.jsonl")])] == everything[:6]
     limited = [c.id for c in load_conversations([str(tmp_path)], limit=6)]
     assert limited == ["a-1", "b-1", "c-1", "d-1", "a-2", "b-2"]
+    monkeypatch.setattr(load, "_MOST_OPEN", 3)
+    assert [c.id for c in load_conversations([str(tmp_path)], limit=6)] == limited, (
+        "also where files are read one after the other"
+    )
     (tmp_path / "c.json").write_text('[{"messages": []},\n nonsense]')
     with pytest.raises(UserError, match=r"c\.json is not JSON .* at line 2"):
         load_conversations([str(tmp_path)])
@@ -84,6 +89,9 @@ def test_parquet(tmp_path):
     assert with_name.messages == (Q, {**A, "name": "bot"})
     assert (without.id, without.messages) == ("rows-2", (Q,))
     assert load_conversations([str(path)], limit=1) == [with_name]
+    bracketed = tmp_path / "row[s].parquet"  # which as a pattern would be the first file
+    datasets.Dataset.from_list([{"messages": [Q, A, Q]}]).to_parquet(str(bracketed))
+    assert [len(c.messages) for c in load_conversations([str(bracketed)])] == [3]
     path.write_text("not parquet")
     with pytest.raises(UserError, match=r"rows\.parquet cannot be read as Parquet \("):
         load_conversations([str(path)])

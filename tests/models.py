@@ -83,6 +83,7 @@ _SPECIAL: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "starcoder2": ("starcoder2", {}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "granite": ("granite", {"logits_scaling": 4.0}),
 }

@@ -45,7 +45,7 @@ _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", 
 """llama.cpp's names of pre-tokenizers that split as GPT-2's, each digit by itself."""
 _LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}
 """The layers of the Gemmas of 27B, whose scores llama.cpp scales by the width over the heads; all others' by the width of a head."""
-_AS_GPT2 = ("gpt-2", "default", "phi-2", "olmo", "jais", "mpt")
+_AS_GPT2 = ("gpt-2", "phi-2", "olmo", "jais", "mpt")
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -266,8 +266,10 @@ def _rope(target: GgufTarget, config: Any) -> Any:
     """
     metadata, rope = target.header.metadata, config.rope_parameters
     architecture = metadata["general.architecture"]
-    kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    factor = metadata.get(f"{architecture}.rope.scaling.factor")
+    factor = metadata.get(f"{architecture}.rope.scaling.factor", metadata.get(f"{architecture}.rope.scale_linear"))
+    kind = metadata.get(f"{architecture}.rope.scaling.type", "linear" if factor and factor != 1 else "none")  # llama.cpp's way
+    if (base := metadata.get(f"{architecture}.rope.freq_base")) and "rope_theta" in rope:
+        rope = rope | {"rope_theta": base}  # which transformers does not read of every architecture
     factors = next((span for span in target.header.tensors if span.name.startswith("rope_f")), None)
     alike = "full_attention" not in rope  # else a set for each kind of layer, of which Gemma 3 scales this one alone
     own = rope if alike else rope["full_attention"]

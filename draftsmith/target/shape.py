@@ -20,14 +20,14 @@ class TargetShape:
 
     parameters: all of them. lookup: those that are only looked up (an input embedding that is not the output
     projection too). experts: those inside experts, of which a token uses the share expert_share. windows: per layer,
-    the most tokens that a token attends to, None without a limit. itemsize: bytes per weight. model: of shapes alone.
+    the most tokens that a token attends to, None without a limit. itemsize: bytes per weight. cached: numbers of a token in a layer's cache:
+    a key and a value of G*D, or a latent of all heads. scored: dimensions of a head's key and value together. model: of shapes alone.
     """
 
     layers: int
     hidden: int
     heads: int
     groups: int
-    head_dim: int
     vocab: int
     parameters: int
     lookup: int
@@ -36,6 +36,8 @@ class TargetShape:
     windows: tuple[int | None, ...]
     context: int
     itemsize: int
+    cached: int
+    scored: int
     model: Any = field(compare=False, repr=False)
 
     @property
@@ -60,8 +62,8 @@ class TargetShape:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that one cached token takes: a key and a value of G*D in every layer."""
-        return 2 * self.layers * self.groups * self.head_dim * self.itemsize
+        """Bytes that one cached token takes in all layers."""
+        return self.layers * self.cached * self.itemsize
 
     def touched_bytes(self, rows: float) -> float:
         """Weight bytes read by a pass over one token in each of `rows` texts.
@@ -76,16 +78,16 @@ class TargetShape:
         """FLOPs of one pass over a text of `length` tokens, logits included.
 
         A multiplication and an addition per active parameter and token; and per layer, token and key that it sees
-        2*N*D for the score and 2*N*D for the value. A token at place t sees min(t, window) keys, so over the text
+        2*N for each dimension of key and value. A token at place t sees min(t, window) keys, so over the text
         that is L^2/2, or w*L - w^2/2 where the window w is shorter than L.
         """
         seen = sum(length**2 / 2 if w is None or w >= length else w * length - w**2 / 2 for w in self.windows)
-        return 2 * self.active * length + 4 * self.heads * self.head_dim * seen
+        return 2 * self.active * length + 2 * self.heads * self.scored * seen
 
     def step_flops(self, context: float) -> float:
         """FLOPs of one more token after `context` tokens."""
         seen = sum(context if w is None else min(w, context) for w in self.windows)
-        return 2 * self.active + 4 * self.heads * self.head_dim * seen
+        return 2 * self.active + 2 * self.heads * self.scored * seen
 
 
 def shape_of(config: Any, itemsize: int) -> TargetShape:
@@ -102,12 +104,17 @@ def shape_of(config: Any, itemsize: int) -> TargetShape:
     types = getattr(text, "layer_types", None) or ["any"] * text.num_hidden_layers
     window = getattr(text, "sliding_window", None)
     heads = text.num_attention_heads
+    groups, head_dim = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None)
+    head_dim = head_dim or text.hidden_size // heads
+    cached, scored = 2 * groups * head_dim, 2 * head_dim
+    if latent := getattr(text, "kv_lora_rank", None):  # DeepSeek's attention (MLA), of which transformers caches the latent as engines do
+        cached = latent + text.qk_rope_head_dim
+        scored = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
     return TargetShape(
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         heads=heads,
-        groups=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        groups=groups,
         vocab=output.shape[0],
         parameters=sum(counts.values()),
         lookup=0 if output is embedding else embedding.numel(),
@@ -116,5 +123,7 @@ def shape_of(config: Any, itemsize: int) -> TargetShape:
         windows=tuple(window if kind in ("sliding_attention", "any") else None for kind in types),
         context=context_of(text) or 1 << 20,
         itemsize=itemsize,
+        cached=cached,
+        scored=scored,
         model=model,
     )

@@ -71,7 +71,7 @@ def test_the_store_has_the_bytes_foretold(tmp_path: Path, stored: list[int] | No
     assert shard.stat().st_size == made.store_bytes + header
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixtral", "deepseek"])
 def test_parameters_and_flops_of_a_target(kind: str) -> None:
     """The lm_head included, norms not worth it; eager attention multiplies every pair of tokens, a causal one half."""
     given = tiny_model(kind)
@@ -107,7 +107,7 @@ def test_a_tied_embedding_counts_once() -> None:
     assert shape.active == shape.parameters
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "deepseek"])
 def test_a_cached_token_takes_the_bytes_foretold(kind: str) -> None:
     t = target(kind)
     cache = KVCache.for_target(t, 4, 48)

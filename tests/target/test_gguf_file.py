@@ -282,9 +282,35 @@ def test_linear_scaling(file: Path) -> None:
     write_gguf(file, model, {"": Kind.F32}, change=lambda metadata, _: metadata.update(scaling))
     found, ids = load_target(str(file)), torch.arange(40)[None]
     assert torch.equal(found.model(ids).logits, model(ids).logits)
+    for other in ({"llama.rope.scaling.factor": 4.0}, {"llama.rope.scale_linear": 4.0}):  # as llama.cpp reads files that name no type
+        write_gguf(file, model, {"": Kind.F32}, change=lambda metadata, _, other=other: metadata.update(other))
+        assert torch.equal(load_target(str(file)).model(ids).logits, model(ids).logits)
     write_gguf(file, change=lambda metadata, _: metadata.update(scaling | {"llama.rope.scaling.factor": 0.0}))
     with pytest.raises(UserError, match="scales its rotary positions"):
         load_target(str(file))
+
+
+def test_a_rotary_base_that_transformers_passes_over(file: Path) -> None:
+    """It reads none of StarCoder2's, and takes 10,000."""
+    names = {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"}
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    model = tiny_model("starcoder2", vocab_size=len(tiny_tokenizer()), tie_word_embeddings=False, rope_parameters=rope)
+
+    def change(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
+        for key in [key for key in metadata if key.startswith("llama.")]:
+            metadata[key.replace("llama.", "starcoder2.")] = metadata.pop(key)
+        metadata |= {"general.architecture": "starcoder2", "starcoder2.rope.freq_base": 1e6}
+        metadata["starcoder2.attention.layer_norm_epsilon"] = model.config.norm_epsilon
+        tensors.clear()
+        for name, value in model.state_dict().items():
+            ours = next((one for one in names if one in name), "")
+            tensors[gguf_name(name.replace(ours, names.get(ours, "")))] = value.numpy(), Kind.F32
+
+    shape = {key: getattr(model.config, key) for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    write_gguf(file, tiny_llama(model.config.num_hidden_layers, **shape), change=change)
+    found, ids = load_target(str(file)), torch.arange(40)[None]
+    assert found.config.rope_parameters["rope_theta"] == 1e6
+    assert torch.allclose(found.model(ids).logits, model(ids).logits, atol=1e-4)
 
 
 def test_digits_and_unknown_ways_to_split(file: Path, capfd: Any) -> None:
@@ -298,11 +324,11 @@ def test_digits_and_unknown_ways_to_split(file: Path, capfd: Any) -> None:
         return change
 
     counts = {}
-    for pre in ("gpt-2", "smollm", "spiral"):
+    for pre in ("gpt-2", "smollm", "spiral", "default"):
         write_gguf(file, change=spell(pre))
         counts[pre] = len(load_tokenizer(str(file))("12").input_ids)
-        assert ("splits text as 'spiral'" in capfd.readouterr().err) == (pre == "spiral")
-    assert counts == {"gpt-2": 1, "smollm": 2, "spiral": 1}
+        assert (f"splits text as {pre!r}" in capfd.readouterr().err) == (pre in ("spiral", "default"))
+    assert counts == {"gpt-2": 1, "smollm": 2, "spiral": 1, "default": 1}
 
 
 def test_a_head_is_made_for_the_file(file: Path, tmp_path: Path, capsys: Any) -> None:

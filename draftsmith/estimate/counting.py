@@ -121,19 +121,25 @@ class HeadCost:
         factors = [(a, tuned[name.replace("lora_A", "lora_B")]) for name, a in tuned.items() if "lora_A" in name]
         self.tuned_parameters = sum(a.shape[1] * b.shape[0] for a, b in factors)
 
-    def of_text(self, prompt: int, answer: int, loss: LossSpec) -> TextCost:
-        """Return what a training pass takes for a text of so many tokens of prompt and answer."""
-        key = repr((prompt, answer, loss))
+    def of_text(self, prompt: int, answer: int, loss: LossSpec, progress: float | None = None) -> TextCost:
+        """Return what a training pass takes for a text of so many tokens of prompt and answer, at a progress of the training (0 to 1). None:
+        over all of it, with the memory of its start, where logits before their correction have a loss too."""
+        key = repr((prompt, answer, loss, progress))
         if key not in self._texts:
             # As EAGLE-3 takes of one step, and any loss of a logit.
             kept, flops = 100.0 * answer * self._target.hidden_size, 6.0 * self.parameters * (prompt + answer)
             guess = TextCost(flops, 0.0, kept, kept, 0.0, 20.0, answer * self.draft_vocab)
             self._texts[key] = guess
             with self._else_guess("each token passes each weight once, as the head cannot run"):
-                self._texts[key] = self._count(prompt, answer, loss)
+                self._texts[key] = begun = self._count(prompt, answer, loss, progress or 0.0)
+                outputs = self.head.trains.outputs
+                until = loss.base_until(int("rounds" in outputs)) if "base" in outputs else 1.0
+                if progress is None and until < 1:
+                    products = until * begun.products + (1 - until) * self._count(prompt, answer, loss, 1.0).products
+                    self._texts[key] = replace(begun, products=products)
         return self._texts[key]
 
-    def _count(self, prompt: int, answer: int, loss: LossSpec) -> TextCost:
+    def _count(self, prompt: int, answer: int, loss: LossSpec, progress: float) -> TextCost:
         """Run forward pass and loss of one text, and take the gradients of the logits."""
         head, target = self.head, self._target
         batch = _text(target, self.aux_layers, prompt, answer)
@@ -151,7 +157,9 @@ class HeadCost:
                 whole, half = (max(1, min(PIECE["cuda"], logits // 2) // part // one) * one for part in (1, 2))
                 for size in (whole, half):
                     meter.products, meter.most = products, meter.alive
-                    scored = head_loss(output, batch, target.head, head.draft_vocab, loss, piece_size=size)
+                    scored = head_loss(
+                        output, batch, target.head, head.draft_vocab, loss, progress=progress, piece_size=size
+                    )
                     ready, alive = gradients_ready(scored.loss_sum), meter.alive
                     most.append(meter.most - alive)
                     del scored

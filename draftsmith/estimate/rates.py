@@ -168,7 +168,7 @@ class _Bench:
             head_loss(output, batch, self.target.head, head.draft_vocab, spec.loss).loss_sum.backward()
 
         answer = int(texts[0].mask.sum())
-        flops = len(known) * self.cost.of_text(length - answer, answer, spec.loss).flops
+        flops = len(known) * self.cost.of_text(length - answer, answer, spec.loss, 1.0).flops
         return flops / _time(job, self.target.device)
 
 

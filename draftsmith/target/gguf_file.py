@@ -267,7 +267,9 @@ def _rope(target: GgufTarget, config: Any) -> Any:
     metadata, rope = target.header.metadata, config.rope_parameters
     architecture = metadata["general.architecture"]
     factor = metadata.get(f"{architecture}.rope.scaling.factor", metadata.get(f"{architecture}.rope.scale_linear"))
-    kind = metadata.get(f"{architecture}.rope.scaling.type", "linear" if factor and factor != 1 else "none")  # llama.cpp's way
+    kind = metadata.get(
+        f"{architecture}.rope.scaling.type", "linear" if factor and factor != 1 else "none"
+    )  # llama.cpp's way
     if (base := metadata.get(f"{architecture}.rope.freq_base")) and "rope_theta" in rope:
         rope = rope | {"rope_theta": base}  # which transformers does not read of every architecture
     factors = next((span for span in target.header.tensors if span.name.startswith("rope_f")), None)

@@ -210,14 +210,17 @@ class LossSpec:
     def besides(self, progress: float, rounds: int) -> tuple[float, ...]:
         """Return, for heads that correct logits, the weights of the loss of the corrected ones, of those before, and of each of `rounds` rounds
         of guesses, if the head has such, at `progress` (0 to 1)."""
-        start, share = (1.0, 0.5) if rounds == 0 else (0.6, inf)
+        start, share = 1.0 if rounds == 0 else 0.6, self.base_until(rounds)
         start = start if self.base_weight is None else self.base_weight
-        share = share if self.base_share is None else self.base_share
         base = 0.0 if progress >= share else start * (1 - progress / share)
         if rounds == 0:
             return 1.0 - base, base
         each = (0.3 if self.rounds_weight is None else self.rounds_weight) / rounds
         return 1.0, base, *[each] * rounds
+
+    def base_until(self, rounds: int) -> float:
+        """Return the share of the training after which the logits before their correction have no loss, infinity for never."""
+        return (0.5 if rounds == 0 else inf) if self.base_share is None else self.base_share
 
     def check_steps(self, steps: int) -> None:
         """Raise UserError where the weights are not those of a head that is trained on `steps` steps (or heads)."""

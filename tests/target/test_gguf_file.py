@@ -282,7 +282,10 @@ def test_linear_scaling(file: Path) -> None:
     write_gguf(file, model, {"": Kind.F32}, change=lambda metadata, _: metadata.update(scaling))
     found, ids = load_target(str(file)), torch.arange(40)[None]
     assert torch.equal(found.model(ids).logits, model(ids).logits)
-    for other in ({"llama.rope.scaling.factor": 4.0}, {"llama.rope.scale_linear": 4.0}):  # as llama.cpp reads files that name no type
+    for other in (
+        {"llama.rope.scaling.factor": 4.0},
+        {"llama.rope.scale_linear": 4.0},
+    ):  # as llama.cpp reads files that name no type
         write_gguf(file, model, {"": Kind.F32}, change=lambda metadata, _, other=other: metadata.update(other))
         assert torch.equal(load_target(str(file)).model(ids).logits, model(ids).logits)
     write_gguf(file, change=lambda metadata, _: metadata.update(scaling | {"llama.rope.scaling.factor": 0.0}))

@@ -90,6 +90,11 @@ def _warn_of_settings_without_effect(recipe: Recipe, making: bool, learning: boo
             f"warning: answers.{drawn[0]} is set, but answers.regenerate is false: what is learned is the data's answers, whose "
             "held-out acceptance is measured as that of plain samples at temperature 1; set answers.regenerate to true, or leave the key out."
         )
+    if making and answers.served_name is not None and not answers.servers:
+        say(
+            f"warning: answers.served_name is {answers.served_name}, but answers.servers names none, so that the target answers here: name "
+            "them, or leave it out."
+        )
     if learning and recipe.train.optimizer != "muon" and recipe.train.muon_lr != type(recipe.train).muon_lr:
         say(
             f"warning: train.muon_lr is {recipe.train.muon_lr}, but train.optimizer is {recipe.train.optimizer}, which takes "

@@ -8,7 +8,7 @@ settings new ones to the same prompts. What a tree costs is timed: target passes
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -376,7 +376,9 @@ def _answer(session: Session, target: Target, samples: Sequence[Tokenized], samp
     )
     run = recipe.run_dir
     journal = Journal(run / "search.journal" if (run / "run.json").is_file() else None, key)
-    return [to_sample(one) for one in answer_alone(target, requests, sampling, journal, recipe.answers.batch)]
+    answers = answer_alone(target, requests, sampling, journal, recipe.answers.batch)
+    turns = {sample.sample_id: sample.conversation for sample in samples}
+    return [replace(to_sample(one), conversation=turns[one.request.sample_id]) for one in answers]
 
 
 def answer_start(sample: Tokenized) -> int:

@@ -20,7 +20,7 @@ from draftsmith.decoder.draft import LengthRule
 from draftsmith.decoder.sampling import Sampling
 from draftsmith.eval.simulate.acceptance import acceptance, chances, expected_tallies, find_answers
 from draftsmith.eval.simulate.texts import target_passes
-from draftsmith.eval.tree_search.search import FOLDS, conversation_of, folds
+from draftsmith.eval.tree_search.search import FOLDS, folds
 from draftsmith.heads.base import DraftHead, drafting
 from draftsmith.progress import Bar
 from draftsmith.target.target import Target
@@ -117,7 +117,7 @@ def read_chances(
             place = (answer.row, slice(answer.first - 1, answer.last - 1))
             found.append((accepted_BLK[place].cpu().numpy(), score_BLK[place].cumprod(1).cpu().numpy()))
             slices.append(sample.slice)
-            conversations.append(conversation_of(sample.sample_id))
+            conversations.append(sample.conversation or sample.sample_id)
     tokens_S = np.array([len(accepted_TK) for accepted_TK, _ in found])
     accepted_STK = np.full((len(found), max(1, tokens_S.max(initial=0)), depth), np.nan)
     score_STK = np.zeros_like(accepted_STK)

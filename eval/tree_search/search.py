@@ -97,14 +97,9 @@ def read_ranks(target: Target, head: DraftHead, samples: Sequence[Tokenized], de
         for answer in find_answers(batch):
             # The root x_r is drafted from by row t = r - 1.
             ranks.append(ranks_BLD[answer.row, answer.first - 1 : answer.last - 1])
-            conversations.append(conversation_of(ordered[indices[answer.row]].sample_id))
+            sample = ordered[indices[answer.row]]
+            conversations.append(sample.conversation or sample.sample_id)
     return TextRanks.of(ranks, conversations, most)
-
-
-def conversation_of(sample_id: str) -> str:
-    """Return the conversation that a sample belongs to: its turns are named `<id>#1`, `<id>#2`, ..."""
-    stem, mark, turn = sample_id.rpartition("#")
-    return stem if mark and turn.isdigit() else sample_id
 
 
 PRIOR = 16.0

@@ -296,3 +296,16 @@ def test_no_precision_needs_no_quotes(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("target: {path: t}\ntrain: {precision: no}\n")
     assert parse_recipe(["--recipe", str(tmp_path / "r.yaml")]).train.precision == "no"
     assert parse_recipe(["--target.path", "t", "--train.precision", "no"]).train.precision == "no"
+
+
+def test_the_home_folder_is_known_wherever_a_text_begins_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell knows it in neither."""
+    monkeypatch.setenv("HOME", "/home/me")
+    path = tmp_path / "recipe.yaml"
+    path.write_text("output_dir: ~/runs/x\ntarget: {path: ~/models/t}\ndata: {sources: [~/a.jsonl, a~/b]}\n")
+    found = parse_recipe(["--recipe", str(path), "--data_dir=~/d", "--train.warm_start", "~/head"])
+    assert (found.run_dir, found.data_path) == (Path("/home/me/runs/x"), Path("/home/me/d"))
+    assert (found.target.path, found.train.warm_start) == ("/home/me/models/t", "/home/me/head")
+    assert found.data.sources == ["/home/me/a.jsonl", "a~/b"]

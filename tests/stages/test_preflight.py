@@ -390,6 +390,7 @@ WITHOUT_EFFECT = """
 --features.source=online --features.shard_mb=1 --features.verify=false  | shard_mb is 1 and features.verify is False, but features.source is online
 --features.source=store --features.shard_mb=1                           |
 --features.source=online --features.shard_mb=512                        |
+--answers.served_name=mine                                              | answers.served_name is mine, but answers.servers names none
 --train.optimizer=adamw --train.muon_lr=0.5                             | train.muon_lr is 0.5, but train.optimizer is adamw
 --train.optimizer=muon --train.muon_lr=0.5                              |
 """

@@ -148,9 +148,12 @@ def test_ranks_give_the_accepted_length_that_the_simulation_gives(workplace: Pat
         for i, prompt in enumerate(prompts)
     ]
     decoded = decode_batch(target, TargetAlone(), requests, Sampling(0.3))
-    texts = read_ranks(target, head, [to_sample(g) for g in decoded.generations], 3, 20)
+    samples = [to_sample(g) for g in decoded.generations]
+    talk = [replace(one, conversation="talk") if "#" in one.sample_id else one for one in samples]
+    texts = read_ranks(target, head, talk, 3, 20)
     assert texts.answers == 11
     assert set(texts.conversations) == {"talk", *map(str, range(3, 11))}
+    assert len({*read_ranks(target, head, samples, 3, 20).conversations}) == 11, "an id such as dolly#3 is no turn"
     for choices in ([[0], [1], [0, 0], [1, 0], [0, 0, 0]], [[0], [0, 3], [0, 3, 1]], [[rank] for rank in range(20)]):
         tree = StaticTree.of("some", choices)
         simulation = head_simulator(head, tree=tree)(target, decoded.generations, Sampling(0.3), tree.depth)

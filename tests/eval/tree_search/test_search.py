@@ -20,7 +20,6 @@ from draftsmith.eval.tree_search.search import (
     TextRanks,
     TreeCosts,
     arrivals,
-    conversation_of,
     count_rounds,
     count_visits,
     fastest,
@@ -243,7 +242,6 @@ def test_held_back_answers_do_not_flatter(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_turns_of_a_conversation_are_held_back_together() -> None:
-    assert [conversation_of(name) for name in ("a", "a#1", "a#b", "a#2#10")] == ["a", "a", "a#b", "a#2"]
     texts = dependent(0, 12)
     twins = TextRanks(texts.ranks_STD, texts.tokens_S, tuple("abcdefabcdef"), 30)
     folds = tree_search.folds(twins.conversations, twins.tokens_S)

@@ -51,7 +51,8 @@ class Pace:
 class HeldOut:
     """Figures of a head on the held-out answers.
 
-    loss: per supervised row, as in training, over all answers and per slice. accuracy, acceptance: per step.
+    loss: per supervised row, over all answers and per slice, of the logits that drafts are made of: in training some heads have losses
+    beside it (Domino, XPress, DFlash with a variable prefix). accuracy, acceptance: per step.
     tau: simulated accepted length at K drafts, over all answers and per slice. chance: the accuracy of always guessing
     the target's most common choice. more: "tuned" -> how far a tuned target is from the original (see `tuned_figures`), and
     "selector" -> what a head's selector is worth (see `_selector_figures`), where there are such. A tuned target verifies by its own distribution, but tau is an approximation, since the answers

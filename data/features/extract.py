@@ -212,12 +212,13 @@ class _Earlier:
             index = None if path is None or not (path / INDEX_NAME).exists() else read_index(path)
         except UserError as error:  # of an earlier version of draftsmith, or damaged
             say(f"features: nothing is taken from the earlier store ({str(error).rstrip('.')})")
-        if path is not None and index is not None and index.complete:
+        if path is not None and index is not None:
             alike = ("fingerprint", "compute_dtype", "dtype", "hidden_size", "vocab_size")
             same = all(getattr(index.spec, name) == getattr(spec, name) for name in alike)
             if same and set(spec.layer_ids) <= set(index.spec.layer_ids):
-                self._store = FeatureStore(path)
-        self._places = {} if self._store is None else {name: place for place, name in enumerate(self._store.ids)}
+                self._store = FeatureStore(path, part=True)
+        named = () if self._store is None else enumerate(self._store.ids[: self._store.done])
+        self._places = {name: place for place, name in named}
         self._layer_ids = spec.layer_ids
 
     def get(self, sample: Tokenized) -> Features | None:

@@ -104,19 +104,21 @@ class FeatureStore:
     """Reads a complete store by mmap; the checksums of a sample are verified the first time it is read.
 
     path: the folder. fingerprint, if given, must be the target's that made the store. verify=False skips checksums
-    (sizes are always checked).
+    (sizes are always checked). part: also an incomplete one, whose first `done` samples can be read.
     Raises UserError for a missing, incomplete, damaged or foreign store.
     """
 
-    def __init__(self, path: Path | str, *, fingerprint: str | None = None, verify: bool = True) -> None:
+    def __init__(
+        self, path: Path | str, *, fingerprint: str | None = None, verify: bool = True, part: bool = False
+    ) -> None:
         self.path = Path(path)
         index = read_index(self.path)
-        if not index.complete:
+        if not index.complete and not part:
             raise UserError(
                 f"The feature store {self.path} is not complete ({index.num_samples} samples so far): "
                 "run the same extraction again to finish it."
             )
-        self.spec = index.spec
+        self.spec, self.done = index.spec, index.num_samples
         if fingerprint is not None and fingerprint != self.spec.fingerprint:
             raise UserError(
                 f"The feature store {self.path} was made with another target (fingerprint {self.spec.fingerprint}, now "

@@ -4,7 +4,7 @@ The shapes were read in the code that counts.py names. An unknown one is refused
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -74,7 +74,7 @@ def _records(text: str, where: str) -> Told:
         )
     counts = tuple(one for _, one in found)
     iterations = any("specDecodingStats" in record for record in records if isinstance(record, dict))
-    return Told(engines.pop(), _sum(counts), () if iterations else counts)
+    return Told(engines.pop(), sum(counts[1:], counts[0]), () if iterations else counts)
 
 
 def read_answer(record: Any, where: str) -> Counts | None:
@@ -197,13 +197,6 @@ def _checked(rounds: int, accepted: int, drafted: Any, lengths: Any, tokens: Any
     return Counts(rounds, accepted, drafted, by_length, None if tokens is None else _number(tokens)) if rounds else None
 
 
-def _sum(counts: Iterable[Counts]) -> Counts:
-    first, *others = counts
-    for one in others:
-        first += one
-    return first
-
-
 _VLLM_LINE = re.compile(
     r"SpecDecoding metrics: Mean acceptance length: ([\d.]+), .*?Accepted: (\d+) tokens, Drafted: (\d+) tokens, "
     r"Per-position acceptance rate: ([\d., ]+\d)"
@@ -226,12 +219,12 @@ def read_log(lines: Sequence[str]) -> Told | None:
         note = (
             f"The log tells sums alone, of {len(found)} intervals; for each answer start the server with {_PER_ANSWER}."
         )
-        return Told(VLLM, _sum(found), (), note, parts=tuple(found))
+        return Told(VLLM, sum(found[1:], found[0]), (), note, parts=tuple(found))
     matches = (match for line in lines if (match := _SGLANG_LINE.search(line)))
     # Idle moments tell a length of 0.
     if found := [_sglang_line(match) for match in matches if int(match[1]) and float(match[2]) >= 1]:
         note = "SGLang's log has ratios of two digits, here weighted by running requests: for counts keep the answers' meta_info."
-        return Told(SGLANG, _sum(found), (), note, parts=tuple(found))
+        return Told(SGLANG, sum(found[1:], found[0]), (), note, parts=tuple(found))
     answers, tokens = list[Counts](), 0
     for line in lines:
         if match := _LLAMA_TOKENS.search(line):
@@ -242,7 +235,7 @@ def read_log(lines: Sequence[str]) -> Told | None:
         elif answers and (match := _LLAMA_POSITIONS.search(line)):
             last = answers[-1]
             answers[-1] = replace(last, by_length=_by_length(last.rounds, match[1], last.accepted))
-    return Told(LLAMA_CPP, _sum(answers), tuple(answers), parts=tuple(answers)) if answers else None
+    return Told(LLAMA_CPP, sum(answers[1:], answers[0]), tuple(answers), parts=tuple(answers)) if answers else None
 
 
 def _vllm_line(match: re.Match[str]) -> Counts:

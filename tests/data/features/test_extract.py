@@ -367,6 +367,22 @@ def test_a_longer_list_of_samples_adds_to_the_store(tmp_path: Path, monkeypatch:
         assert sorted(computed) == sorted(f"line-{number}" for number in expected)
     assert all_bytes(tmp_path / "after-fewer") == all_bytes(tmp_path / "after-none")
 
+    def failing(target: Target, missing: list[Tokenized], *rest: object) -> States:
+        if len(computed) == 8:
+            raise KeyboardInterrupt
+        return counted(target, missing, *rest)
+
+    computed.clear()
+    monkeypatch.setattr(extract_module, "compute_states", failing)
+    with pytest.raises(KeyboardInterrupt):
+        extract(make_target(), samples[::-1], tmp_path / "broken", **settings)
+    whole = read_index(tmp_path / "broken").num_samples
+    computed.clear()
+    monkeypatch.setattr(extract_module, "compute_states", counted)
+    extract(make_target(), samples, tmp_path / "after-broken", **settings, kept=tmp_path / "broken")
+    assert 0 < whole == 12 - len(computed), "of a store that was interrupted its whole shards"
+    assert all_bytes(tmp_path / "after-broken") == all_bytes(tmp_path / "after-none")
+
 
 def test_states_that_float16_does_not_hold_are_refused(tmp_path: Path) -> None:
     target = make_target()

@@ -229,13 +229,13 @@ def _render_whole(renderer: Renderer) -> list[Rendering]:
     whole = renderer.text(length, generation_prompt=False)
     known = shorten(renderer.tokenizer, whole, renderer.most)
     ids, cut = encode(renderer.tokenizer, known), len(known) < len(whole)
-    if any(lacks_thought(renderer.conversation.messages[turn], whole) for turn in renderer.answers):
-        return []
     spans = []
     for turn in renderer.answers:
         prompt_text = renderer.text(turn, generation_prompt=True)
         through_text = whole if turn + 1 == length else renderer.text(turn + 1, generation_prompt=False)
         if cut and not (whole.startswith(prompt_text) and whole.startswith(through_text)):
+            return []
+        if lacks_thought(renderer.conversation.messages[turn], through_text.removeprefix(prompt_text)):
             return []
         prompt, through = renderer.encode(prompt_text), ids if turn + 1 == length else renderer.encode(through_text)
         if cut and renderer.most is not None and len(prompt) > renderer.most:

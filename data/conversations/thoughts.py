@@ -30,6 +30,9 @@ def after_thought(thought: str, said: str, bare: str) -> str | None:
 
 
 def lacks_thought(message: dict[str, Any], text: str) -> bool:
-    """Return whether the thought of an answer is not in a text."""
-    within = _THOUGHT.match(message["content"])
-    return (message.get("reasoning_content") or (within[1] if within else "")).strip() not in text
+    """Return whether the thought of an answer is not in its text, where what is said may hold the same words."""
+    content, thought = message["content"], (message.get("reasoning_content") or "").strip()
+    if thought:
+        return text.count(thought) <= content.count(thought)
+    within = _THOUGHT.match(content)
+    return within is not None and within[1].strip() not in text

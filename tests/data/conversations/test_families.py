@@ -165,6 +165,8 @@ LOST: dict[str, tuple[Family, Row, str]] = {
     "the values of arguments": (families.NAMES, BARE, "turn 2: the arguments of the call of 'add'"),
     "an answer to an answer": (families.MERGED, {"messages": [*PLAIN["messages"][:2], {"role": "assistant", "content": "Really."}]}, "turn 3: .*does not continue its own prompt"),
     "a thought": (families.NO_TOOLS, THOUGHT, "Sample row, turn 2: .*leaves out the thought"),
+    "a thought that is said too": (families.NO_TOOLS, {"messages": [ASK, {"role": "assistant", "reasoning_content": "Four.", "content": "Four."}]}, "turn 2: .*leaves out the thought"),
+    "a thought that was asked for": (families.NO_TOOLS, {"messages": [ASK, {"role": "assistant", "reasoning_content": "two plus two", "content": "Four."}]}, "turn 2: .*leaves out the thought"),
     "a thought, thinking off": (families.DEEPSEEK_V31, THOUGHT, "Sample row, turn 2: .*leaves out the thought"),
     "a thought behind a closed block": (families.QWEN3, THOUGHT, "turn 2: .*closes a think block before the thought of this answer"),
     "a thought in the text behind a closed block": (families.QWEN3, {"messages": [ASK, {"role": "assistant", "content": "<think>hm</think> Four."}]}, "turn 2: .*closes a think block"),

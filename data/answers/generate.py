@@ -256,7 +256,8 @@ def _are_ids(value: Any) -> bool:
 def split_heldout(conversations: list[str], count: int) -> tuple[list[int], list[int]]:
     """Split samples into (train, held out), about `count` of them, the same for every run over the same data.
 
-    conversations: the id of each sample's. Turns of one stay together: a later turn's prompt holds the earlier answers.
+    conversations: the id of each sample's. Turns of one stay together: a later turn's prompt holds the earlier answers. One of more samples
+    than `count` is held out where there are no others.
     """
     if count >= len(conversations):
         raise UserError(
@@ -266,7 +267,7 @@ def split_heldout(conversations: list[str], count: int) -> tuple[list[int], list
     for sample, name in enumerate(conversations):
         groups.setdefault(name, []).append(sample)
     heldout: list[int] = []
-    for name in sorted(groups, key=fingerprint):
+    for name in sorted(groups, key=lambda name: (len(groups[name]) > count, fingerprint(name))):
         if len(heldout) >= count:
             break
         heldout += groups[name]

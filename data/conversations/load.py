@@ -12,6 +12,7 @@ from draftsmith.data.conversations.shapes import drop_nulls, row_messages, row_t
 from draftsmith.errors import UserError, why_not
 from draftsmith.foreign.code import foreign_code, why_offline
 from draftsmith.foreign.text import kind_of, open_file, read_json, read_json_lines
+from draftsmith.storage import fingerprint
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _MEND = "mend or remove it"
@@ -104,6 +105,16 @@ def load_conversations(
         named = ", ".join(map(str, sources)) or "an empty list of sources"
         raise UserError(f"No conversation in {named}: nothing is in there; give a file with a conversation per line.")
     return conversations
+
+
+def find_chats(conversations: Sequence[Conversation]) -> dict[str, str]:
+    """Return by the id of every row that of the first one which is the same up to its first answer: the requests of a chat are such, each of
+    which has the turns before it."""
+    firsts, chats = dict[str, str](), dict[str, str]()
+    for one in conversations:
+        end = next((i for i, message in enumerate(one.messages, 1) if message["role"] == "assistant"), 0)
+        chats[one.id] = firsts.setdefault(fingerprint(one.messages[:end]), one.id) if end else one.id
+    return chats
 
 
 def _word(row: _Row, key: str) -> str | None:

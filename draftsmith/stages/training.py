@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftsmith.data.answers.generate import split_heldout
 from draftsmith.data.batch import Tokenized
+from draftsmith.data.conversations.load import find_chats
 from draftsmith.data.features.store import FeatureSource, readable_bytes
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost
@@ -214,7 +215,15 @@ def split_samples(session: Session, samples: Sequence[Tokenized]) -> tuple[list[
             f"Only {len(fits)} of {len(samples)} samples fit train.row_tokens={recipe.train.row_tokens}, and data.heldout takes "
             f"{recipe.data.heldout}: raise train.row_tokens, or lower data.max_length."
         )
+    chats = find_chats(session.conversations)
     names = [samples[i].conversation or samples[i].sample_id for i in fits]
+    names = [chats.get(name, name) for name in names]  # else a held-out answer stands in what is learned from
+    if not recipe.answers.regenerate and (again := len(chats) - len({*chats.values()})):
+        say(
+            f"warning: {again} of {len(chats)} rows begin as another one up to its first answer, as requests of one chat do: answers that they share "
+            "are learned as often; keep the longest of each chat.",
+            once=True,
+        )
     train, heldout = split_heldout(names, recipe.data.heldout)
     return [fits[i] for i in train], [fits[i] for i in heldout]
 

@@ -27,6 +27,9 @@ def test_split_is_stable_and_keeps_turns_together() -> None:
     assert 20 <= len(heldout) <= 22
     assert not {ids[i] for i in train} & {ids[i] for i in heldout}
     assert split_heldout(ids, 20) == (train, heldout)
+    train, heldout = split_heldout(["large"] * 30 + ids, 20)
+    assert len(heldout) <= 22, "a group larger than what is asked for is learned from"
+    assert set(range(30)) <= set(train)
     with pytest.raises(UserError, match=r"data\.heldout is 90"):
         split_heldout(ids, 90)
     with pytest.raises(UserError, match="takes every conversation"):

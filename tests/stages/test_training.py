@@ -9,8 +9,11 @@ from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
+import torch
 
 from draftsmith.cli.main import main
+from draftsmith.data.batch import Tokenized
+from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.templates import Prompt, prepare_prompts
 from draftsmith.decoder.answers import Request
 from draftsmith.decoder.decode import decode
@@ -21,12 +24,12 @@ from draftsmith.fields import LATER, fingerprint_fields
 from draftsmith.heads.vocab import Coverage
 from draftsmith.recipe.parse import parse_recipe
 from draftsmith.recipe.record import flat_inputs
-from draftsmith.recipe.schema import Recipe
+from draftsmith.recipe.schema import AnswersSpec, DataSpec, Recipe
 from draftsmith.stages import data, training
 from draftsmith.stages.data import answers_stage
 from draftsmith.stages.evaluation import NOT_MEASURED
 from draftsmith.stages.session import Session
-from draftsmith.stages.training import Start, _with_equal_batch, train_inputs, warn_of_untaught
+from draftsmith.stages.training import Start, _with_equal_batch, split_samples, train_inputs, warn_of_untaught
 from draftsmith.target.target import load_target
 from draftsmith.train.checkpoints import window_of
 from tests.eval.engines.fake_server import Engine, serving
@@ -246,3 +249,21 @@ def test_the_tokenizer_s_digest_is_the_same_before_and_after_a_text(tmp_path: Pa
     assert session.tokenizer_digest == before
     path.write_text(json.dumps(plain))
     assert Session(session.recipe).tokenizer_digest == before
+
+
+def test_requests_of_a_chat_are_held_out_together(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each has the turns before it, and its answers are learned with them."""
+    rows = list[Conversation]()
+    for chat in range(12):
+        said = [{"role": role, "content": f"{chat}.{i} {role}"} for i in range(4) for role in ("user", "assistant")]
+        rows += [Conversation(f"log-{chat}-{n}", "chat", tuple(said[: 2 * n])) for n in (1, 2, 3, 4)]
+    rows.append(Conversation("prompt", "chat", ({"role": "user", "content": "0.0 user"},)))
+    samples = [Tokenized(torch.arange(3), torch.tensor([0, 1, 1]), row.id, "chat") for row in rows]
+    for regenerate in (False, True):
+        recipe = Recipe(data=DataSpec(heldout=8), answers=AnswersSpec(regenerate=regenerate))
+        train, heldout = split_samples(cast(Any, SimpleNamespace(recipe=recipe, conversations=rows)), samples)
+        chats = [{rows[i].id.rpartition("-")[0] for i in part} for part in (train, heldout)]
+        assert len(heldout) == 8
+        assert not chats[0] & chats[1]
+        warned = "36 of 49 rows begin as another one up to its first answer" in capsys.readouterr().err
+        assert warned == (not regenerate)

@@ -1,7 +1,7 @@
 """The stage that exports a trained head: it writes the directory that a serving engine loads."""
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from draftsmith.heads.export.tuned import FOLDERS, replaceable, write_adapter, w
 from draftsmith.heads.formats.engines import ADAPTER_NAME, ENGINES, Adapter
 from draftsmith.heads.formats.layout import default_layout, find_layout, layouts_of, version_notice
 from draftsmith.heads.formats.recognise import head_digest, load_head
-from draftsmith.heads.formats.schema import target_reference
+from draftsmith.heads.formats.schema import rendered_by, target_reference
 from draftsmith.heads.record import History, Measured, Trained, check_made_for, read_record
 from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
@@ -120,8 +120,8 @@ def export_stage(session: Session) -> Path:
     else:
         options |= _write_tuned(session, head, target, kind, tuned_folder)
         say(f"export: {tuned_folder}")
-    planned = _planned(session, head.method)
-    options |= {"planned": planned, "verdict": verdict, "again": session.again}
+    options |= {"planned": _planned(session, head.method), "verdict": verdict, "again": session.again}
+    options["rendered"] = rendered_by(asdict(recipe.data))
     beside = partial(_write_parity, session, target, str(options["layout"]))
     export_head(head, target, destination, history=_history(session, head.method), beside=beside, **options)
     session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})

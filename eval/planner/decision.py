@@ -21,6 +21,7 @@ from draftsmith.eval.results.result import Result
 from draftsmith.foreign.records import read_dataclass
 from draftsmith.heads.formats.engines import ENGINES, Again, Serving, Snippet, one_gpu, start_vllm_speculators
 from draftsmith.heads.formats.layout import default_layout, layouts_of, target_obstacle
+from draftsmith.heads.formats.schema import rendered_by
 from draftsmith.heads.registry import is_known
 from draftsmith.machine import Hardware
 from draftsmith.storage import write_text
@@ -278,6 +279,7 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
         by_batch=rules.by_batch,
         again=decision.again,
         context=shortened(SimpleNamespace(**config)),
+        rendered=rendered_by((result.recipe or {}).get("data")),
     )
     return {
         engine: served.start(replace(serving, files=decision.settings and os.path.join(decision.settings, engine)))

@@ -47,20 +47,19 @@ def export_head(
     verdict: str = "",
     again: Again | None = None,
     history: History = NO_HISTORY,
+    rendered: tuple[str, str] = ("", ""),
     beside: Callable[[Path, DraftHead, int], None] | None = None,
 ) -> Path:
     """Write `head` as the directory `dest` that a serving engine loads, and return its path.
 
-    layout: a name of `layouts_of`, None for the method's default. dtype: of the float tensors, None for the target's. include_embeddings:
-    store the input embeddings too where engines otherwise share the target's. num_speculative_tokens: written into layouts that tell the
-    engine how many tokens to draft, and into README.md; at most as many as the head drafts. tensor_parallel: over how many GPUs an engine
-    must be able to split the draft. made_for: the target that draftsmith.json names, `target` if left out. target_note: what README.md
-    says of a target that was exported too. adapter: that export, where the target is served with an adapter. planned: (first batch, last
-    batch, tokens to draft), what an evaluation found fastest, which README.md then starts engines with. verdict: of an evaluation that
-    found that the head does not pay, which README.md opens with. again: how the export is made again, for its lines. history: for the
-    passport. beside: writes PARITY into the folder that it gets with the head as it was loaded again and the tokens that engines draft.
-    The head itself is not changed. Raises UserError where the layout cannot hold the head, and for a destination that cannot be written;
-    nothing is left behind then. What was written is loaded again and must give the same logits.
+    layout: a name of `layouts_of`, None for the method's default. dtype: of the float tensors, None for the target's. include_embeddings: store the input embeddings too where
+    engines otherwise share the target's. num_speculative_tokens: written into layouts that tell the engine how many tokens to draft, and into README.md; at most as many as the
+    head drafts. tensor_parallel: over how many GPUs an engine must be able to split the draft. made_for: the target that draftsmith.json names, `target` if left out.
+    target_note: what README.md says of a target that was exported too. adapter: that export, where the target is served with an adapter. planned: (first batch, last batch,
+    tokens to draft), what an evaluation found fastest, which README.md then starts engines with. verdict: of an evaluation that found that the head does not pay, which
+    README.md opens with. again: how the export is made again, for its lines. history: for the passport. rendered: see `Serving`. beside: writes PARITY into the folder that it
+    gets with the head as it was loaded again and the tokens that engines draft. The head itself is not changed. Raises UserError where the layout cannot hold the head, and for
+    a destination that cannot be written; nothing is left behind then. What was written is loaded again and must give the same logits.
     """
     dest, head = Path(dest).absolute(), head.served()
     most = max((k for *_, k in planned), default=num_speculative_tokens)
@@ -87,6 +86,7 @@ def export_head(
         by_batch=planned if head.engine_tokens is None or {k for *_, k in planned} <= {0, head.engine_tokens} else (),
         again=again or Again(),
         context=shortened(target.config),
+        rendered=rendered,
     )
     exported = Exported(head, target, chosen, files, serving, target_note, verdict, history)
     return _write(dest, exported, made_for or target.identity, beside)

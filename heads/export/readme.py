@@ -1,5 +1,6 @@
 """The README.md of an export: what it holds, how each engine is started on it, and what to watch for."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -77,6 +78,9 @@ def _facts(exported: Exported) -> str:
         f"num_speculative_tokens: {serving.tokens}, the number in the lines below",
         f"weights: {serving.dtype}",
     ]
+    given, file = serving.rendered
+    if given or file:
+        lines += [f"prompts: rendered by {' with '.join(filter(None, (file or 'the chat template', given)))}"]
     if serving.by_batch:
         lines[3] += f"; by the evaluation of this head the fastest are {steps_in_words(serving.by_batch)}"
     gpus = f"checked for {serving.gpus} GPUs" if serving.gpus > 1 else "for one GPU"
@@ -101,6 +105,13 @@ def _section(exported: Exported, engine: str) -> str:
             f"Leave the length at {serving.context} tokens: past it all rotary frequencies of the target change, and {known.title} would take the "
             "others from the first token on."
         ]
+    snippets = served.start(serving)
+    text = "".join(snippet.text for snippet in snippets)
+    given, file = serving.rendered
+    if given and shlex.quote(given) not in text:
+        notes += [f"Send `chat_template_kwargs` {given} with every request, as the head learned from such prompts."]
+    if file and file not in text:
+        notes += [f"Let it render prompts by the chat template in `{file}`, as the head's were."]
     notes += served.caveats
     kinds = exported.target.identity.architectures
     if drafts_for(engine, served.needs, kinds) is None:
@@ -114,7 +125,7 @@ def _section(exported: Exported, engine: str) -> str:
         ]
     how = "" if ran else ", read from its source"
     parts = [f"### {known.title}\n", f"Held against {known.title} {known.version}{how}.\n"]
-    return "\n".join([*parts, *fenced(served.start(serving)), *(f"- {note}" for note in notes), ""])
+    return "\n".join([*parts, *fenced(snippets), *(f"- {note}" for note in notes), ""])
 
 
 def fenced(snippets: Sequence[Snippet], bash: str = "") -> list[str]:

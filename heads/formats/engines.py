@@ -187,7 +187,8 @@ class Serving:
     engines that take a table; empty where nothing was planned. files: the folder of files beside the lines, empty for the one
     that they are typed in. again: how the export is made again. context: the most tokens that the target may be read with where its configuration
     names more, 0 where it does not: beyond it LongRoPE has other frequencies, engines take them by the length that they are
-    started with, and the head was trained with those of shorter texts.
+    started with, and the head was trained with those of shorter texts. rendered: what the chat template was given besides messages, as JSON, and its
+    file where that is not the target's own; empty for none.
     """
 
     draft: str
@@ -202,6 +203,7 @@ class Serving:
     files: str = ""
     again: Again = Again()
     context: int = 0
+    rendered: tuple[str, str] = ("", "")
 
 
 def steps_in_words(by_batch: Sequence[tuple[int, int, int]]) -> str:
@@ -234,9 +236,14 @@ def _on(name: str, gpus: int) -> list[str]:
     return [name, f"{gpus}"] if gpus > 1 else []
 
 
-def up_to(name: str, serving: Serving) -> list[str]:
-    """The option of that name, for a target whose context is shorter than it says."""
-    return [name, f"{serving.context}"] if serving.context else []
+def as_learned(serving: Serving, length: str, template: str = "", file: str = "") -> list[str]:
+    """The options of these names by which texts are those that the head learned: a target's context that is shorter than it says, and what
+    prompts are rendered by. Engines without an option for the latter take it with each request."""
+    values = (length, serving.context), (template, serving.rendered[0]), (file, serving.rendered[1])
+    return [word for name, value in values if name and value for word in (name, f"{value}")]
+
+
+_VLLM_OPTIONS = "--max-model-len", "--default-chat-template-kwargs", "--chat-template"
 
 
 def start_vllm(method: str, *, one_length: bool = False, native: bool = False, **more: bool) -> Start:
@@ -253,7 +260,7 @@ def start_vllm(method: str, *, one_length: bool = False, native: bool = False, *
             "serve",
             target,
             *_on("--tensor-parallel-size", serving.gpus),
-            *up_to("--max-model-len", serving),
+            *as_learned(serving, *_VLLM_OPTIONS),
         ]
         speculative, adapter = ["--speculative-config", json.dumps(config)], serving.adapter
         if adapter is None:
@@ -267,8 +274,8 @@ def start_vllm(method: str, *, one_length: bool = False, native: bool = False, *
 
 def start_vllm_speculators(serving: Serving) -> list[Snippet]:
     """vLLM started on the draft, which names the target."""
-    gpus, context = _on("--tensor-parallel-size", serving.gpus), up_to("--max-model-len", serving)
-    return [shell(["vllm", "serve", serving.draft, *gpus, *context])]
+    gpus = _on("--tensor-parallel-size", serving.gpus)
+    return [shell(["vllm", "serve", serving.draft, *gpus, *as_learned(serving, *_VLLM_OPTIONS)])]
 
 
 def start_speculators(serving: Serving) -> list[Snippet]:
@@ -282,7 +289,8 @@ def start_sglang(algorithm: str, *, native: bool = False) -> Start:
 
     def lines(serving: Serving) -> list[Snippet]:
         K, model = serving.tokens, serving.draft if native else serving.target
-        server = ["python", "-m", "sglang.launch_server", "--model-path", model, *up_to("--context-length", serving)]
+        learned = as_learned(serving, "--context-length", file="--chat-template")
+        server = ["python", "-m", "sglang.launch_server", "--model-path", model, *learned]
         chain = [] if algorithm == "DFLASH" else ["--speculative-num-steps", f"{K}", "--speculative-eagle-topk", "1"]
         words = (
             [*server, "--speculative-algorithm", algorithm, *_on("--tp-size", serving.gpus)],
@@ -312,7 +320,7 @@ def start_tensorrt_llm(decoding_type: str) -> Start:
             f"  speculative_model: {json.dumps(serving.draft)}\n"
         ) + (f"  eagle3_layers_to_capture: [{layers}]\n" if layers else "")
         words = ["trtllm-serve", serving.target, "--extra_llm_api_options", os.path.join(serving.files, "trtllm.yaml")]
-        words += [*_on("--tp_size", serving.gpus), *up_to("--max_seq_len", serving)]
+        words += [*_on("--tp_size", serving.gpus), *as_learned(serving, "--max_seq_len")]
         return [Snippet("yaml", text, "trtllm.yaml"), shell(words)]
 
     return lines

@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 from draftsmith.heads.base import DraftHead
-from draftsmith.heads.formats.engines import GGUF_TYPES, Serving, Snippet, Start, shell, up_to
+from draftsmith.heads.formats.engines import GGUF_TYPES, Serving, Snippet, Start, as_learned, shell
 from draftsmith.heads.formats.layout import Rule
 from draftsmith.heads.formats.schema import ModelFiles
 from draftsmith.target.gguf_file import is_gguf
@@ -43,7 +43,8 @@ def start_llama_cpp(spec_type: str, *, whole: bool = False) -> Start:
                 path, again = Path(serving.draft), serving.again
                 draft, within = f"{path}.gguf", again.folder
                 commands = [["draftsmith", "export", *again.words, "--export.layout", path.name, "--gguf", "llama.cpp"]]
-        server = ["llama-server", "-m", target, "-md", draft, "--spec-type", spec_type, *up_to("-c", serving)]
+        learned = as_learned(serving, "-c", "--chat-template-kwargs", "--chat-template-file")
+        server = ["llama-server", "-m", target, "-md", draft, "--spec-type", spec_type, *learned]
         texts = [shell(words).text for words in (*commands, [*server, "--spec-draft-n-max", f"{serving.tokens}"])]
         texts[0] = f"(cd {shlex.quote(within)} && {texts[0].rstrip()})\n" if within else texts[0]
         # Where one fails the server would take a file of another draft.

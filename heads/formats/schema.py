@@ -6,6 +6,7 @@ do not know), so what they read is written down here once, with the reasons besi
 formats.py of each method.
 """
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -265,6 +266,13 @@ LLAMA_KEYS: dict[str, Any] = {
 def draft_vocab_size(export: Export) -> int:
     """Return how many tokens the head drafts among."""
     return export.target.vocab_size if export.head.draft_vocab is None else len(export.head.draft_vocab)
+
+
+def rendered_by(data: Mapping[str, Any] | None) -> tuple[str, str]:
+    """Return `Serving.rendered` by the section `data` of a recipe."""
+    template, file = ((data or {}).get(key) for key in ("template", "chat_template"))
+    path = str(Path(file).expanduser().absolute()) if file else ""
+    return json.dumps(template) if template else "", path
 
 
 def target_reference(target: Target) -> str:

@@ -217,3 +217,18 @@ def test_a_readme_alone_is_not_replaced(tmp_path):
     with pytest.raises(UserError, match=r"not a model folder .it holds .'README\.md'"):
         write(place, "medusa_tgi")
     assert (place / "README.md").read_text() == "mine"
+
+
+def test_prompts_are_rendered_as_they_were_learned(tmp_path: Path) -> None:
+    """By the options of an engine; where it has none, each request has to say so."""
+    text = write(tmp_path / "out", "eagle3", rendered=('{"enable_thinking": false}', "/my.jinja"))
+    assert '- prompts: rendered by /my.jinja with {"enable_thinking": false}' in text
+    for words in commands(text):
+        if words[:2] == ["vllm", "serve"]:
+            assert after(words, "--default-chat-template-kwargs") == '{"enable_thinking": false}'
+        if words[0] in ("vllm", "python"):
+            assert after(words, "--chat-template") == "/my.jinja"
+    vllm, sglang, tensorrt = re.findall(r"### (?:vLLM|SGLang|TensorRT-LLM)\n.*?(?=\n### |\n## )", text, re.DOTALL)
+    asked = 'Send `chat_template_kwargs` {"enable_thinking": false} with every request'
+    assert [asked in one for one in (vllm, sglang, tensorrt)] == [False, True, True]
+    assert ["chat template in `/my.jinja`" in one for one in (vllm, sglang, tensorrt)] == [False, False, True]

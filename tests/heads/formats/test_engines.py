@@ -350,6 +350,13 @@ def test_engines_that_change_the_draft_length_with_the_batch_are_given_the_table
         assert start(one) == start(replace(planned, by_batch=())), "one length for all batches needs no table"
 
 
+RENDERS: dict[str, tuple[str | None, str]] = {
+    "vllm": ("--default-chat-template-kwargs", "--chat-template"),
+    "sglang": (None, "--chat-template"),
+    "llama_cpp": ("--chat-template-kwargs", "--chat-template-file"),
+}
+
+
 def test_engines_are_started_no_longer_than_a_target_keeps_its_frequencies() -> None:
     """With more room vLLM and llama.cpp take LongRoPE's long factors from the first token on."""
     long = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
@@ -370,6 +377,14 @@ def test_engines_are_started_no_longer_than_a_target_keeps_its_frequencies() -> 
             if engine in words and "convert_checkpoint" not in text:
                 assert f"{words[engine]} 4096" in text, (layout.name, engine)
             assert "4096" not in plain
+            kwargs = '{"enable_thinking": false}'
+            asked = replace(asked, rendered=(kwargs, "/my template.jinja"))
+            text = "".join(one.text for one in served.start(asked))
+            options = RENDERS.get(engine, ()) if "convert_checkpoint" not in text else ()
+            words_of = shlex.split(text.replace("\\\n", " "))
+            for option, value in zip(options, (kwargs, "/my template.jinja"), strict=False):
+                assert option is None or words_of[words_of.index(option) + 1] == value, (layout.name, engine)
+            assert (shlex.quote(kwargs) in text) == bool(options and options[0])
 
 
 @pytest.mark.parametrize(

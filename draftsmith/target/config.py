@@ -219,8 +219,8 @@ def check_weights(config: Any, spans: Sequence[TensorSpan], file: Path) -> None:
                     f"{span.file}: the tensor {span.name} has the shape {list(span.shape)}, but {file.name} describes "
                     f"{list(shape)}: they are of different models; fetch the target again."
                 )
-    # Down to 4 bits a weight, and a projection that is tied may be left out.
-    most = sum(s.size * 2 if _is_packed(s) else math.prod(s.shape) for s in spans)
+    # Down to 2 bits a weight (BitNet, GPTQ), and a projection that is tied may be left out.
+    most = sum(s.size * 4 if _is_packed(s) else math.prod(s.shape) for s in spans)
     if parameters > 1.5 * most + 1_000_000:
         raise UserError(
             f"{file} describes a model of {parameters:.3g} parameters, but the weights beside it hold at most {most:.3g}: "

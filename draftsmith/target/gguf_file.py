@@ -19,7 +19,9 @@ from typing import Any
 import torch
 import transformers
 from huggingface_hub import hf_hub_download
-from tokenizers.pre_tokenizers import Digits
+from tokenizers.decoders import ByteFallback, Fuse, Replace
+from tokenizers.decoders import Sequence as DecodersInTurn
+from tokenizers.pre_tokenizers import Digits, Metaspace
 from tokenizers.pre_tokenizers import Sequence as InTurn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -46,6 +48,13 @@ _DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", 
 _LARGE_GEMMAS = {"gemma2": 46, "gemma3": 62}
 """The layers of the Gemmas of 27B, whose scores llama.cpp scales by the width over the heads; all others' by the width of a head."""
 _AS_GPT2 = ("gpt-2", "phi-2", "olmo", "jais", "mpt")
+_WHOLE_WORDS = (
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+    *("tekken", "glm4", "glm5", "youtu", "minicpm5"),
+)
+"""llama.cpp's names of pre-tokenizers behind which a word of the vocabulary is one token, whether merges lead to it or not."""
+_READING = 2
+"""Raised with every change of what is made of a file, so that an earlier one is made again."""
 
 
 def is_gguf(path: str | Path) -> bool:
@@ -104,7 +113,7 @@ class GgufTarget:
     @property
     def cached(self) -> Path:
         """Where the dequantized model lies or will lie; another version of transformers may read the file otherwise."""
-        about = [self.identity.fingerprint, hash_json(self.header.metadata), transformers.__version__]
+        about = [self.identity.fingerprint, hash_json(self.header.metadata), transformers.__version__, _READING]
         return default_cache() / f"gguf-{fingerprint(about)}"
 
     @contextmanager
@@ -215,6 +224,13 @@ def model_folder(path: str) -> Path:
                 with atomic_directory(folder, "DRAFTSMITH_CACHE") as unfinished:
                     _write_model(target, unfinished)
                 say(f"Dequantized in {time.monotonic() - started:.0f} s")
+    kind = _unknown_split(target)
+    if kind is not None and kind not in _DIGITS:
+        say(
+            f"warning: {path} splits text as {kind!r}, which is not known here: it is split as GPT-2 does, so that some "
+            "texts may be other tokens than in llama.cpp: compare its llama-tokenize with `draftsmith inspect`.",
+            once=True,
+        )
     return folder
 
 
@@ -240,7 +256,7 @@ def _write_model(target: GgufTarget, folder: Path) -> None:
             f"The target {target.path} holds {stored} weights, of which transformers {transformers.__version__} reads {read}: "
             f"{_OTHER}."
         )
-    _split_digits(target, tokenizer)
+    _split_text(target, tokenizer)
     # Else `save_pretrained` refuses a model that was quantized.
     model.hf_quantizer = None
     del model.config.quantization_config
@@ -270,6 +286,10 @@ def _rope(target: GgufTarget, config: Any) -> Any:
     kind = metadata.get(
         f"{architecture}.rope.scaling.type", "linear" if factor and factor != 1 else "none"
     )  # llama.cpp's way
+    turned = metadata.get(f"{architecture}.rope.dimension_count")
+    if turned and architecture in ("stablelm", "nemotron", "phi3") and "rope_theta" in rope:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        rope = rope | {"partial_rotary_factor": turned / head_dim}
     if (base := metadata.get(f"{architecture}.rope.freq_base")) and "rope_theta" in rope:
         rope = rope | {"rope_theta": base}  # which transformers does not read of every architecture
     factors = next((span for span in target.header.tensors if span.name.startswith("rope_f")), None)
@@ -309,17 +329,21 @@ def _pre_tokenizers() -> Collection[str]:
     return GGUF_PRE_TOKENIZER_SPLITS  # type: ignore[no-any-return]
 
 
-def _split_digits(target: GgufTarget, tokenizer: Any) -> None:
-    """Let the tokenizer split text as the file says, where transformers does not know the name and takes GPT-2's way."""
+def _unknown_split(target: GgufTarget) -> str | None:
+    """Return the name of the file's pre-tokenizer where transformers does not know it and splits as GPT-2 does."""
     metadata = target.header.metadata
     kind = metadata.get("tokenizer.ggml.pre", "default")
-    if metadata.get("tokenizer.ggml.model") != "gpt2" or kind in (*_pre_tokenizers(), *_AS_GPT2):
-        return
-    if kind in _DIGITS:
-        backend = tokenizer.backend_tokenizer
+    known = metadata.get("tokenizer.ggml.model") != "gpt2" or kind in (*_pre_tokenizers(), *_AS_GPT2)
+    return None if known else str(kind)
+
+
+def _split_text(target: GgufTarget, tokenizer: Any) -> None:
+    """Let the tokenizer make tokens of a text as llama.cpp does by what the file says, where transformers does otherwise."""
+    metadata, backend = target.header.metadata, tokenizer.backend_tokenizer
+    if _unknown_split(target) in _DIGITS:
         backend.pre_tokenizer = InTurn([Digits(individual_digits=True), backend.pre_tokenizer])
-    else:
-        say(
-            f"warning: {target.path} splits text as {kind!r}, which is not known here: it is split as GPT-2 does, so that some "
-            "texts may be other tokens than in llama.cpp: compare its llama-tokenize with `draftsmith inspect`."
-        )
+    if metadata.get("tokenizer.ggml.model") == "gpt2" and metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS:
+        backend.model.ignore_merges = True
+    if metadata.get("tokenizer.ggml.add_space_prefix") is False and isinstance(backend.pre_tokenizer, Metaspace):
+        backend.pre_tokenizer = Metaspace(prepend_scheme="never", split=False)
+        backend.decoder = DecodersInTurn([Replace("\u2581", " "), ByteFallback(), Fuse()])

@@ -5,7 +5,8 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from draftsmith.cli.compatibility import run_fit
 from draftsmith.data.conversations.templates import load_tokenizer, read_tokenizer
 from draftsmith.errors import UserError
 from draftsmith.heads.checkpoint import save_head
+from draftsmith.progress import warn_anew
 from draftsmith.target import gguf_file
 from draftsmith.target.folder import fingerprint_directory, hash_chat_template, read_source
 from draftsmith.target.gguf_file import model_folder, open_gguf
@@ -332,6 +334,62 @@ def test_digits_and_unknown_ways_to_split(file: Path, capfd: Any) -> None:
         counts[pre] = len(load_tokenizer(str(file))("12").input_ids)
         assert (f"splits text as {pre!r}" in capfd.readouterr().err) == (pre in ("spiral", "default"))
     assert counts == {"gpt-2": 1, "smollm": 2, "spiral": 1, "default": 1}
+    warn_anew()
+    load_tokenizer(str(file))
+    assert "splits text as 'default'" in capfd.readouterr().err, "also of a file that was dequantized before"
+
+
+def test_words_of_the_vocabulary_that_no_merges_lead_to(file: Path) -> None:
+    """Behind some pre-tokenizers they are one token, as in llama.cpp."""
+
+    def spell(pre: str) -> Callable[[dict[str, Any], object], None]:
+        def change(metadata: dict[str, Any], _: object) -> None:
+            metadata["tokenizer.ggml.pre"] = pre
+            metadata["tokenizer.ggml.tokens"][-2:] = ["bc", "abc"]
+            metadata["tokenizer.ggml.merges"] = ["b c"]
+
+        return change
+
+    found = {}
+    for pre in ("llama-bpe", "tekken", "qwen2"):
+        write_gguf(file, change=spell(pre))
+        tokenizer = load_tokenizer(str(file))
+        found[pre] = tokenizer.convert_ids_to_tokens(tokenizer("abc").input_ids)
+    assert found == {"llama-bpe": ["abc"], "tekken": ["abc"], "qwen2": ["a", "bc"]}
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_space_before_the_text(prefix: bool, file: Path) -> None:
+    """SentencePiece's, where the file does not leave it out."""
+
+    def change(metadata: dict[str, Any], _: object) -> None:
+        rows = len(metadata["tokenizer.ggml.tokens"])
+        tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "ab", "\u2581a", "\u2581ab"]
+        for key in ("padding_token_id", "merges", "pre"):
+            metadata.pop(f"tokenizer.ggml.{key}")
+        metadata |= {
+            "tokenizer.ggml.model": "llama",
+            "tokenizer.ggml.tokens": [*tokens, *(f"x{i}" for i in range(rows - len(tokens)))],
+            "tokenizer.ggml.scores": [0.0] * 3 + [-float(i) for i in range(rows - 3)],
+            "tokenizer.ggml.token_type": [2, 3, 3] + [1] * (rows - 3),
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 2,
+            "tokenizer.ggml.add_space_prefix": prefix,
+        }
+
+    write_gguf(file, change=change)
+    tokenizer = load_tokenizer(str(file))
+    ids = tokenizer("ab ab", add_special_tokens=False).input_ids
+    assert tokenizer.convert_ids_to_tokens(ids) == ["\u2581ab" if prefix else "ab", "\u2581ab"]
+    assert tokenizer.decode(ids) == "ab ab"
+
+
+def test_what_an_earlier_version_made_of_a_file_is_made_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(file)
+    monkeypatch.setattr(gguf_file, "_READING", gguf_file._READING - 1)
+    before = open_gguf(str(file)).cached
+    monkeypatch.undo()
+    assert open_gguf(str(file)).cached != before
 
 
 def test_a_head_is_made_for_the_file(file: Path, tmp_path: Path, capsys: Any) -> None:
@@ -355,3 +413,13 @@ def test_a_real_file() -> None:
     ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = target.model.generate(**ids, max_new_tokens=16, do_sample=False)[0, ids["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(answer)
+
+
+def test_the_part_of_a_head_that_is_turned_is_the_file_s() -> None:
+    """transformers takes its own share for some architectures."""
+    config = SimpleNamespace(hidden_size=64, num_attention_heads=4)
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    for architecture, expected in (("stablelm", 0.5), ("llama", 0.25)):
+        metadata = {"general.architecture": architecture, f"{architecture}.rope.dimension_count": 8}
+        target = SimpleNamespace(header=SimpleNamespace(metadata=metadata, tensors=()))
+        assert gguf_file._rope(cast(Any, target), config)["partial_rotary_factor"] == expected

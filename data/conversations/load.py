@@ -12,6 +12,7 @@ from draftsmith.data.conversations.shapes import drop_nulls, row_messages, row_t
 from draftsmith.errors import UserError, why_not
 from draftsmith.foreign.code import foreign_code, why_offline
 from draftsmith.foreign.text import kind_of, open_file, read_json, read_json_lines
+from draftsmith.progress import say
 from draftsmith.storage import fingerprint
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -56,14 +57,20 @@ class _Row:
 
 
 def load_conversations(
-    sources: Sequence[str], *, split: str = "train", slice: str | None = None, limit: int | None = None
+    sources: Sequence[str],
+    *,
+    split: str = "train",
+    slice: str | None = None,
+    limit: int | None = None,
+    template: Mapping[str, Any] | None = None,
 ) -> list[Conversation]:
     """Load every row of `sources` as a Conversation, in order.
 
     A source is a .jsonl, .json or .parquet file, a folder or glob of them, or a Hub data set `org/name` or
     `org/name:config` (of which `split` is read). A row's slice is its `slice` column, else `slice`, else the
     file's stem; its id is its `id` column, else `<stem>-<line>`. With `limit`, at most that many rows are
-    read, one file after the other in turn, so that a small limit still sees every file.
+    read, one file after the other in turn, so that a small limit still sees every file. template: what prompts are rendered with; a warning
+    says where rows ask for something else.
     Raises UserError, naming file and line, for anything that cannot be read and for an id used twice.
     """
     if isinstance(sources, str):
@@ -78,7 +85,7 @@ def load_conversations(
         rows = itertools.islice(in_turn, limit)
     # An id used twice is refused, and rows without one get their own.
     places: dict[str, str] = {}
-    conversations = []
+    conversations, differ = [], list[str]()
     for row in rows:
         if not isinstance(row.value, Mapping):
             raise UserError(f"{row.place}: a row is a JSON object, but this is {kind_of(row.value)}: {_MEND}.")
@@ -86,21 +93,17 @@ def load_conversations(
             messages, tools = row_messages(row.value), row_tools(row.value)
         except ValueError as error:
             raise UserError(f"{row.place}: {error}.") from error
-        given, own_slice = _word(row, "id"), _word(row, "slice")
-        if given is None:
-            made = f"{row.stem}-{row.number}"
-            numbered = (f"{made}-{count}" for count in itertools.count(2))
-            name = next(one for one in itertools.chain([made], numbered) if one not in places)
-        else:
-            name = given
-        if name in places:
-            raise UserError(
-                f"The id {name!r} is used twice, at {places[name]} and at {row.place}: "
-                "ids must be unique; rename one, or leave the column out to have ids made."
-            )
+        name, own_slice = _name(row, places), _word(row, "slice")
         places[name] = row.place
-        own = own_slice or slice or row.stem
+        own, asked = own_slice or slice or row.stem, row.value.get("chat_template_kwargs")
+        if template is not None and isinstance(asked, Mapping) and {**template, **asked} != template:
+            differ.append(row.place)
         conversations.append(Conversation(name, own, tuple(messages), tools, row.value.get("reference")))
+    if differ:
+        say(
+            f"warning: {len(differ)} rows ({differ[0]} for one) have chat_template_kwargs that data.template lacks, and are rendered without them: give "
+            "rows of one kind, and set data.template as they were served."
+        )
     if not conversations:
         named = ", ".join(map(str, sources)) or "an empty list of sources"
         raise UserError(f"No conversation in {named}: nothing is in there; give a file with a conversation per line.")
@@ -115,6 +118,20 @@ def find_chats(conversations: Sequence[Conversation]) -> dict[str, str]:
         end = next((i for i, message in enumerate(one.messages, 1) if message["role"] == "assistant"), 0)
         chats[one.id] = firsts.setdefault(fingerprint(one.messages[:end]), one.id) if end else one.id
     return chats
+
+
+def _name(row: _Row, places: Mapping[str, str]) -> str:
+    """Return the id of a row, or one that is made for it. places: where ids were used. Raises UserError for one that is used twice."""
+    if (given := _word(row, "id")) is None:
+        made = f"{row.stem}-{row.number}"
+        numbered = (f"{made}-{count}" for count in itertools.count(2))
+        return next(one for one in itertools.chain([made], numbered) if one not in places)
+    if given in places:
+        raise UserError(
+            f"The id {given!r} is used twice, at {places[given]} and at {row.place}: "
+            "ids must be unique; rename one, or leave the column out to have ids made."
+        )
+    return given
 
 
 def _word(row: _Row, key: str) -> str | None:

@@ -280,7 +280,7 @@ class Session:
         spec = self.recipe.data
         what = "name JSONL or Parquet files, folders or Hub data sets to learn from"
         sources = self.sources("data.sources", spec.sources, what)
-        return load_conversations(sources, split=spec.split, slice=spec.slice, limit=spec.limit)
+        return load_conversations(sources, split=spec.split, slice=spec.slice, limit=spec.limit, template=spec.template)
 
     @cached_property
     def conversations_digest(self) -> str:

@@ -161,6 +161,7 @@ LOST: dict[str, tuple[Family, Row, str]] = {
     "a result": (families.NO_TOOLS, {"messages": [ASK, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "Four."}]}, "turn 2: the tool's result"),
     "a name that is not the id": (families.KIMI, BARE, "turn 2: the call of 'add'"),
     "a text": (families.Family(families.NO_TOOLS.template.replace("m.content", "m.text"), (), ("<end_of_turn>",)), PLAIN, "Sample row, turn 2: .*leaves out the text of this answer"),
+    "several calls in a turn": (families.LLAMA31, calling(call(), call({"a": 3}, "xyz123abc")), "cannot take several calls in one turn; remove the sample"),
     "a text beside a call": (families.LLAMA31, {"messages": [ASK, {"role": "assistant", "content": "I add.", "tool_calls": [call()]}]}, "Sample row, turn 2: .*leaves out the text of this answer"),
     "the values of arguments": (families.NAMES, BARE, "turn 2: the arguments of the call of 'add'"),
     "an answer to an answer": (families.MERGED, {"messages": [*PLAIN["messages"][:2], {"role": "assistant", "content": "Really."}]}, "turn 3: .*does not continue its own prompt"),

@@ -8,6 +8,7 @@ from draftsmith.data.conversations import load
 from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.shapes import drop_nulls
 from draftsmith.errors import UserError
+from draftsmith.progress import warn_anew
 from tests.helpers import write_rows
 
 Q, A = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "One."}
@@ -274,3 +275,17 @@ def test_nulls_that_arrow_fills_in_are_dropped_at_every_depth():
         "messages": [{"content": "x", "tool_calls": [{"arguments": {"a": 1, "b": None}}]}, {"name": None}],
     }
     assert drop_nulls(row) == {"messages": [{"content": "x", "tool_calls": [{"arguments": {"a": 1}}]}, {}]}
+
+
+def test_rows_that_were_rendered_otherwise_are_warned_of(tmp_path, capsys):
+    rows = ({"messages": [Q, A], "chat_template_kwargs": kwargs} for kwargs in ({"a": 1}, {"a": 2}, {}, None))
+    write_rows(tmp_path / "log.jsonl", *rows)
+    for template, said in (({}, 2), ({"a": 1}, 1), ({"a": 2, "b": 3}, 1), (None, 0)):
+        warn_anew()
+        assert len(load_conversations([str(tmp_path / "log.jsonl")], template=template)) == 4
+        told = capsys.readouterr().err
+        assert (
+            f"{said} rows ({tmp_path / 'log.jsonl'}, line {1 if template != {'a': 1} else 2} for one) have" in told
+            or not said
+        )
+        assert bool(told) == bool(said)

@@ -215,7 +215,7 @@ def _grow(session: Session, stage: str, inputs: dict[str, Any], keys: set[str]) 
         )
     run.grow(stage, inputs)
     if run.kept(stage, keys):
-        say(f"{stage}: those of conversations that are still in the data are kept")
+        say(f"{stage}: those of conversations that are still in the data under their ids are kept")
 
 
 def answers_file(session: Session) -> Path:

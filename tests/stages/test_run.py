@@ -198,8 +198,8 @@ def test_data_grows_without_loss(workplace: Path, tmp_path: Path, capsys: pytest
     for limit in ("60", "70"):
         assert main(["train", "--redo", "train", *options(workplace, grown), *words, "--data.limit", limit]) == 0
         said = capsys.readouterr().err
-        assert "answers: those of conversations that are still in the data are kept" in said
-        assert "features: those of conversations that are still in the data are kept" in said
+        assert "answers: those of conversations that are still in the data under their ids are kept" in said
+        assert "features: those of conversations that are still in the data under their ids are kept" in said
     assert not [*grown.rglob(".earlier")]
     assert main(["train", *options(workplace, whole), *words, "--data.limit", "70"]) == 0
     assert set(rows) < set((grown / "answers.jsonl").read_text().splitlines())

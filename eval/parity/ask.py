@@ -33,7 +33,7 @@ class AskedServer(ModelServer):
     def __init__(self, url: str, names: Sequence[str]) -> None:
         super().__init__(url, "--url")
         self.kind, version = self.find_engine()
-        if not self.kind:
+        if self.kind not in (VLLM, LLAMA_CPP, SGLANG):
             raise UserError(
                 f"{self.url} is neither vLLM nor llama-server nor SGLang by what it says of itself, and only these tell token ids and drafts: "
                 "name the address of the engine itself."

@@ -131,8 +131,13 @@ def test_what_cannot_be_verified_is_refused(export: Path, tmp_path: Path, capsys
     bundle = read_bundle(export)
     engine = Engine(reply=replies(bundle, "vLLM", told=False), metrics=False)
     old = shutil.copytree(export, tmp_path / "old", ignore=shutil.ignore_patterns("parity"))
-    with serving(engine) as url, serving(Engine(model="models/another", reply=engine.reply)) as another:
+    with (
+        serving(engine) as url,
+        serving(Engine(model="models/another", reply=engine.reply)) as another,
+        serving(Engine(owner="tensorrt_llm")) as tensorrt,
+    ):
         cases = {
+            "is neither vLLM nor llama-server nor SGLang": [str(export), "--url", tensorrt],
             "start it with --per-request-spec-decode-metrics": [str(export), "--url", url],
             " or eagle3: start it with": [str(export), "--url", another],
             "has no parity/bundle.json": [str(old), "--url", url],

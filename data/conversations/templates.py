@@ -278,17 +278,17 @@ def shorten(tokenizer: PreTrainedTokenizerBase, text: str, most: int | None) -> 
 def _role_at_fault(tokenizer: PreTrainedTokenizerBase, messages: Messages, arguments: dict[str, Any]) -> str:
     """Find what the template renders without: all calls of a turn but one, or one role; else list the order of the roles."""
     roles, without = [message["role"] for message in messages], dict[str, Messages]()
-    one = "several calls in one turn; remove the sample, or name a template that takes them in data.chat_template"
+    one = "it cannot take several calls in one turn; remove the sample, or name a template that takes them in data.chat_template"
     without[one] = [{**m, "tool_calls": m["tool_calls"][:1]} if m.get("tool_calls") else m for m in messages]
     for role in sorted(set(roles) - {"user", "assistant"}):
         # Without the results of tools, the calls have no place either.
         rest = [m for m in messages if m["role"] != role and not (role == "tool" and m.get("tool_calls"))]
-        without[f"messages of role '{role}'; remove them or move their text into a user message"] = rest
+        without[f"it cannot take messages of role '{role}'; remove them or move their text into a user message"] = rest
     for what, kept in without.items():
         with suppress(UserError), foreign_code("the template", "mend it"):
             if kept and kept != [*messages]:
                 tokenizer.apply_chat_template(as_read(tokenizer, kept), tokenize=False, **arguments)
-                return f"it cannot take {what}"
+                return what
     return f"it cannot take the roles in this order: {', '.join(roles[:8])}{', ...' if len(roles) > 8 else ''}"
 
 

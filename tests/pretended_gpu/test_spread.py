@@ -63,8 +63,9 @@ def test_more_gpus_than_layers_are_refused(tmp_path: Path) -> None:
 
 def _words(folder: Path, method: str = "eagle3") -> list[str]:
     """Return the options of a small recipe whose target is on two GPUs, for a launch of two processes."""
-    turns = [{"role": "user", "content": "question?"}, {"role": "assistant", "content": "answer!"}]
-    (folder / "talk.jsonl").write_text(6 * (json.dumps({"messages": turns}) + "\n"))
+    asked = ({"role": "user", "content": f"question {i}?"} for i in range(6))
+    rows = (json.dumps({"messages": [one, {"role": "assistant", "content": "answer!"}]}) for one in asked)
+    (folder / "talk.jsonl").write_text("".join(row + "\n" for row in rows))
     launch = (launching.find_file("accelerate/ddp-8gpu"), folder / "launch.yaml")
     launch[1].write_text(Path(launch[0]).read_text().replace("num_processes: 8", "num_processes: 2"))
     save_target(folder / "target")

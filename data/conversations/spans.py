@@ -291,9 +291,8 @@ def _split(renderer: Renderer, turn: int, prompt: str, whole: str) -> tuple[str,
     rest, why = _after(renderer, turn, base, prompt, whole), "it stands in another place or begins otherwise"
     if rest is not None and (base == prompt or rest.startswith(block)):
         return prompt, rest[len(prompt) - len(base) :]
-    if (
-        rest is not None and empty
-    ):  # the prompt forces an empty block, and the answer is rendered without it, or with its end alone
+    # The prompt forces an empty block, and the answer is rendered without it, or with its end alone.
+    if rest is not None and empty:
         return prompt, rest[match.end() :] if (match := EMPTY_THINK.match(rest)) else rest
     if rest is not None and opened:
         thought, said = thought_of(renderer.conversation.messages[turn], block)

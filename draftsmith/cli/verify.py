@@ -203,9 +203,10 @@ def _swap(own: Namespace, export: Path, bundle: Bundle) -> int:
     rooms = [(p.request, min(_TOKENS, most - len(p.prompt_ids))) for p in bundle.prompts]
     requests = [replace(request, max_new_tokens=room) for request, room in rooms if room > 1]
     if own.prompts is not None:
-        chats = load_conversations([str(own.prompts)])
+        chats = load_conversations([str(own.prompts)], template=bundle.template)
         limit = "the targets' contexts leave after a draft: give shorter prompts"
-        read = prepare_prompts(tokenizer, chats, max_new_tokens=lambda name: _TOKENS, max_length=most, limit=limit)
+        how: Any = {"max_new_tokens": lambda name: _TOKENS, "max_length": most, "limit": limit}
+        read = prepare_prompts(tokenizer, chats, template=bundle.template, **how)
         requests = [Request(p.conversation.id, p.conversation.slice, p.ids, p.max_new_tokens) for p in read]
     if not requests:
         raise UserError(

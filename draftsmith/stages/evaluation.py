@@ -108,7 +108,8 @@ def prompts_of(session: Session, target: Target) -> Prompts:
 def conversations_of(session: Session) -> list[Conversation]:
     """Return the conversations of the evaluation prompts."""
     spec, what = session.recipe.evaluate, "name prompt sets (JSONL with id, slice and messages) to measure on"
-    return read_conversations(spec, session.sources("evaluate.prompts", spec.prompts, what))
+    files = session.sources("evaluate.prompts", spec.prompts, what)
+    return read_conversations(spec, files, session.recipe.data.template)
 
 
 def drafters_of(session: Session, target: Target, prompts: Prompts) -> list[SystemUnderTest]:

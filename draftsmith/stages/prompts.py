@@ -54,11 +54,11 @@ class Prompts:
         return {"prompts": prompts} | ({"references": fingerprint(references)} if references else {})
 
 
-def read_conversations(spec: EvaluateSpec, files: Sequence[str]) -> list[Conversation]:
-    """Return the conversations of prompt files, `per_slice` of each slice. Raises UserError for slices that have no such name."""
+def read_conversations(spec: EvaluateSpec, files: Sequence[str], template: Mapping[str, Any]) -> list[Conversation]:
+    """Return the conversations of prompt files, `per_slice` of each slice. template: see `load_conversations`. Raises UserError for slices that have no such name."""
     chosen: list[Conversation] = []
     seen: Counter[str] = Counter()
-    for conversation in load_conversations(files, split=spec.split):
+    for conversation in load_conversations(files, split=spec.split, template=template):
         if conversation.slice == OVERALL:
             raise UserError(
                 f"evaluate.prompts: the prompt {conversation.id} is in a slice named {OVERALL}, which is what all slices "

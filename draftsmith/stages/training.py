@@ -221,8 +221,7 @@ def split_samples(session: Session, samples: Sequence[Tokenized]) -> tuple[list[
     if not recipe.answers.regenerate and (again := len(chats) - len({*chats.values()})):
         say(
             f"warning: {again} of {len(chats)} rows begin as another one up to its first answer, as requests of one chat do: answers that they share "
-            "are learned as often; keep the longest of each chat in data.sources.",
-            once=True,
+            "are learned as often; keep the longest of each chat in data.sources."
         )
     train, heldout = split_heldout(names, recipe.data.heldout)
     return [fits[i] for i in train], [fits[i] for i in heldout]

@@ -72,9 +72,8 @@ def check_config_values(config: Mapping[str, Any], file: Path, remedy: str, pref
         raise UserError(
             f"{file}: {prefix}num_attention_heads {heads} is no multiple of num_key_value_heads {groups}: {remedy}."
         )
-    divided = (
-        config.get("head_dim") is None and config.get("kv_lora_rank") is None
-    )  # else heads have sizes of their own
+    # Else heads have sizes of their own.
+    divided = config.get("head_dim") is None and config.get("kv_lora_rank") is None
     if divided and heads and (hidden := config.get("hidden_size")) and hidden % heads:
         raise UserError(
             f"{file}: {prefix}hidden_size {hidden} is no multiple of num_attention_heads {heads}: {remedy}."

@@ -228,8 +228,7 @@ def model_folder(path: str) -> Path:
     if kind is not None and kind not in _DIGITS:
         say(
             f"warning: {path} splits text as {kind!r}, which is not known here: it is split as GPT-2 does, so that some "
-            "texts may be other tokens than in llama.cpp: compare its llama-tokenize with `draftsmith inspect`.",
-            once=True,
+            "texts may be other tokens than in llama.cpp: compare its llama-tokenize with `draftsmith inspect`."
         )
     return folder
 
@@ -283,9 +282,8 @@ def _rope(target: GgufTarget, config: Any) -> Any:
     metadata, rope = target.header.metadata, config.rope_parameters
     architecture = metadata["general.architecture"]
     factor = metadata.get(f"{architecture}.rope.scaling.factor", metadata.get(f"{architecture}.rope.scale_linear"))
-    kind = metadata.get(
-        f"{architecture}.rope.scaling.type", "linear" if factor and factor != 1 else "none"
-    )  # llama.cpp's way
+    # A factor without a type scales, as in llama.cpp.
+    kind = metadata.get(f"{architecture}.rope.scaling.type", "linear" if factor and factor != 1 else "none")
     turned = metadata.get(f"{architecture}.rope.dimension_count")
     if turned and architecture in ("stablelm", "nemotron", "phi3") and "rope_theta" in rope:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -107,9 +107,8 @@ def shape_of(config: Any, itemsize: int) -> TargetShape:
     groups, head_dim = getattr(text, "num_key_value_heads", None) or heads, getattr(text, "head_dim", None)
     head_dim = head_dim or text.hidden_size // heads
     cached, scored = 2 * groups * head_dim, 2 * head_dim
-    if latent := getattr(
-        text, "kv_lora_rank", None
-    ):  # DeepSeek's attention (MLA), of which transformers caches the latent as engines do
+    # Of DeepSeek's attention (MLA) transformers caches the latent, as engines do.
+    if latent := getattr(text, "kv_lora_rank", None):
         cached = latent + text.qk_rope_head_dim
         scored = text.qk_nope_head_dim + text.qk_rope_head_dim + text.v_head_dim
     return TargetShape(

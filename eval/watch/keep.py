@@ -24,7 +24,9 @@ _SHAPES = (
     ("PASSWORD", r"(?<=://)[^\s/]*:[^\s/]+(?=@)"),
     ("EMAIL", r"[\w.+-]+@[\w-]+\.[\w.-]+"),
     ("KEY", r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"),
-    ("KEY", r"\b(?:(?:sk|pk|rk|hf|gh[oprsu]|github_pat|glpat|xox[abeprs])[-_]|AKIA|ASIA|eyJ)[A-Za-z0-9_.-]{16,}"),
+    # A word that begins so has no digit.
+    ("KEY", r"\b(?:sk|pk|rk|hf|gh[oprsu]|github_pat|glpat|xox[abeprs])(?:[-_]|(?=[A-Za-z_.-]*\d))[A-Za-z0-9_.-]{16,}"),
+    ("KEY", r"\b(?:AKIA|ASIA|eyJ)[-_]?[A-Za-z0-9_.-]{16,}"),
     ("KEY", r"(?i)(?<=bearer )\S{8,}|(?<=authorization: basic )\S+"),
     ("ADDRESS", r"\b\d{1,3}(?:\.\d{1,3}){3}\b|(?<![\w:])(?:[0-9a-fA-F]{0,4}:){3,7}[0-9a-fA-F]{0,4}(?![\w:])"),
     ("NUMBER", r"\+?\d(?:[ ()./-]{0,2}\d){6,}"),

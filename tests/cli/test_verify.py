@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from draftsmith.cli import verify
 from draftsmith.cli.main import main
 from draftsmith.eval.parity.bundle import Bundle, ParityPrompt, read_bundle, write_bundle
 from tests.eval.engines.fake_server import Engine, serving
@@ -84,7 +85,9 @@ def test_right_and_wrong_servers(kind: str, export: Path, tmp_path: Path, capsys
     assert "another chat template" in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_another_target_loses(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_another_target_loses(
+    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     own, out = export.parents[2] / "target", tmp_path / "swapped.json"
     served = shutil.copytree(own, tmp_path / "served")
     weights = load_file(served / "model.safetensors")
@@ -114,6 +117,16 @@ def test_what_another_target_loses(export: Path, tmp_path: Path, capsys: pytest.
     prompts = tmp_path / "prompts.jsonl"
     chats = [{"id": str(n), "messages": [{"role": "user", "content": "w3 w5 " * (n + 1)}]} for n in range(4)]
     prompts.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    rendered = list[Any]()
+    real = verify.prepare_prompts
+    monkeypatch.setattr(
+        verify, "prepare_prompts", lambda *given, **how: rendered.append(how["template"]) or real(*given, **how)
+    )
+    folder = shutil.copytree(export, tmp_path / "export")
+    write_bundle(folder, replace(read_bundle(export), template={"thinking": False}))
+    assert main(["verify", str(folder), *words[2:], "--prompts", str(prompts)]) == 0
+    assert rendered == [{"thinking": False}]
+    capsys.readouterr()
     assert main([*words, "--prompts", str(prompts)]) == 0
     told = capsys.readouterr().out
     assert "4 prompts at temperature 0" in told

@@ -9,6 +9,8 @@ from draftsmith.data.conversations.load import Conversation, load_conversations
 from draftsmith.data.conversations.shapes import drop_nulls
 from draftsmith.errors import UserError
 from draftsmith.progress import warn_anew
+from draftsmith.recipe.evaluate import EvaluateSpec
+from draftsmith.stages.prompts import read_conversations
 from tests.helpers import write_rows
 
 Q, A = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "One."}
@@ -289,3 +291,6 @@ def test_rows_that_were_rendered_otherwise_are_warned_of(tmp_path, capsys):
             or not said
         )
         assert bool(told) == bool(said)
+    warn_anew()
+    assert len(read_conversations(EvaluateSpec(), [str(tmp_path / "log.jsonl")], {"a": 1})) == 4
+    assert "1 rows" in capsys.readouterr().err, "of prompts to measure on, too"

@@ -153,6 +153,7 @@ def test_worst_requests_are_kept_only_when_asked_and_redacted(tmp_path: Path) ->
         ("ghs_abcdefghijklmnop1234, glpat-abcdefghijklmnop1, ASIAABCDEFGHIJKLMNOP", "[KEY], [KEY], [KEY]"),
         ("a -----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY----- b", "a [KEY] b"),
         ("a skateboarding-competition", "a skateboarding-competition"),
+        ("sk1234567890abcdefgh, AKIA-ABCDEFGHIJKLMNOP", "[KEY], [KEY]"),
     ],
 )
 def test_passwords_and_keys_go_whatever_stands_around_them(text: str, kept: str) -> None:

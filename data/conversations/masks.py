@@ -10,9 +10,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.data.batch import Tokenized
+from draftsmith.data.conversations.left_out import OnRefused, Refusals, left_out, some_of, warn_left_out
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.spans import Rendering, render_conversation
-from draftsmith.data.conversations.templates import left_out, render_text, some_of, template_name, warn_left_out
+from draftsmith.data.conversations.templates import render_text, template_name
 from draftsmith.errors import UserError
 from draftsmith.progress import Bar
 
@@ -71,21 +72,24 @@ def tokenize_conversation(
     template_kwargs: dict[str, Any] | None = None,
     eos_ids: Collection[int] = (),
     stats: TokenizeStats | None = None,
+    refusals: Refusals | None = None,
 ) -> list[Tokenized]:
     """Tokenize one conversation: one sample, or one per assistant turn (`<id>#<n>`) where the template rewrites turns.
 
     Samples longer than `max_length` tokens are dropped, truncated (the head stays) or an error; samples
     without a token to learn are left out; `stats`, if given, counts all of it. eos_ids: the tokens that end the target's answers,
-    the tokenizer's own where there are none.
+    the tokenizer's own where there are none. refusals: what becomes of a conversation that cannot be rendered, an error by default.
     Raises UserError where the template refuses the conversation or leaves out a call, a tool's result or a thought of it, and where
     it is unclear where an answer begins.
     """
     stats, arguments = TokenizeStats() if stats is None else stats, template_kwargs or {}
     render = partial(render_text, tokenizer, name=conversation.id, **arguments)
-    for what in left_out(conversation, render, template_name(tokenizer)):
-        stats.left_out.setdefault(what, []).append(conversation.id)
-    renderings = render_conversation(tokenizer, conversation, eos_ids=eos_ids, most=max_length, **arguments)
-    samples = []
+    samples, renderings = list[Tokenized](), list[Rendering]()
+    with (refusals or Refusals()).of(conversation.id):
+        lost = left_out(conversation, render, template_name(tokenizer))
+        renderings = render_conversation(tokenizer, conversation, eos_ids=eos_ids, most=max_length, **arguments)
+        for what in lost:
+            stats.left_out.setdefault(what, []).append(conversation.id)
     for number, rendering in enumerate(renderings, start=1):
         several = len(renderings) > 1
         name = f"{conversation.id}#{number}" if several else conversation.id
@@ -101,13 +105,14 @@ def tokenize_all(
     *,
     max_length: int | None = None,
     on_too_long: OnTooLong = "drop",
+    on_refused: OnRefused | None = None,
     template_kwargs: dict[str, Any] | None = None,
     eos_ids: Collection[int] = (),
     warn: Callable[[str], None] = warnings.warn,
     progress: bool = False,
 ) -> TokenizedSet:
     """Tokenize a data set; UserError where not one sample has a token to learn. warn: called with each warning about the data set."""
-    stats = TokenizeStats()
+    stats, refusals = TokenizeStats(), Refusals(on_refused)
     samples = [
         sample
         for conversation in Bar(conversations, desc="tokenize", unit="conv", disable=not progress)
@@ -119,8 +124,10 @@ def tokenize_all(
             template_kwargs=template_kwargs,
             eos_ids=eos_ids,
             stats=stats,
+            refusals=refusals,
         )
     ]
+    refusals.warn(warn, len(conversations))
     warn_left_out(warn, template_name(tokenizer), stats.left_out)
     return _not_empty(samples, stats, max_length)
 

@@ -1,15 +1,10 @@
-"""The target's tokenizer and chat template: loading and checking them, rendering messages and prompts, and what a template leaves out.
+"""The target's tokenizer and chat template: loading and checking them, rendering messages and prompts."""
 
-A serving engine renders requests with the same template, so it leaves the same out; but an answer whose call is gone must not be
-learned as an empty one, and a prompt without tools or system prompt asks another question.
-"""
-
-import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +16,7 @@ import jinja2.sandbox
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith.data.conversations.day import dated
+from draftsmith.data.conversations.left_out import Refusals, left_out, warn_left_out
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.errors import UserError, did_you_mean, first_line
 from draftsmith.foreign.code import foreign_code, reason_of, try_out, why_offline
@@ -171,24 +167,28 @@ def prepare_prompts(
     max_length: int,
     template: dict[str, Any] | None = None,
     limit: str = "data.max_length and the target allow: raise data.max_length or give shorter prompts",
+    refusals: Refusals | None = None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> list[Prompt]:
     """Render the history of each conversation up to the last turn that is not the assistant's.
 
     Prompts that leave no space for an answer within `max_length` tokens are left out. max_new_tokens: by slice. template:
     arguments of the chat template. limit: what sets `max_length` and how to raise it, for the UserError where no prompt
-    is left. warn: called with each warning about the data set.
+    is left. refusals: what becomes of a conversation that cannot be rendered, an error by default. warn: called with each warning about the data set.
     """
-    prompts, lost = [], dict[str, list[str]]()
+    prompts, lost, refusals = [], dict[str, list[str]](), refusals or Refusals()
     for conversation in conversations:
         turns, tools = conversation.prompt(), conversation.tools
         render: Callable[..., str] = partial(render_text, tokenizer, name=conversation.id, **(template or {}))
-        ids = encode(tokenizer, shorten(tokenizer, render(turns, tools, generation_prompt=True), max_length))
-        for what in left_out(replace(conversation, messages=turns), render, template_name(tokenizer)):
-            lost.setdefault(what, []).append(conversation.id)
-        left = min(max_new_tokens(conversation.slice), max_length - len(ids))
-        if left > 0:
-            prompts.append(Prompt(conversation, tuple(ids), left))
+        with refusals.of(conversation.id):
+            text = render(turns, tools, generation_prompt=True)
+            for what in left_out(replace(conversation, messages=turns), render, template_name(tokenizer)):
+                lost.setdefault(what, []).append(conversation.id)
+            ids = encode(tokenizer, shorten(tokenizer, text, max_length))
+            left = min(max_new_tokens(conversation.slice), max_length - len(ids))
+            if left > 0:
+                prompts.append(Prompt(conversation, tuple(ids), left))
+    refusals.warn(warn, len(conversations))
     if conversations and not prompts:
         raise UserError(f"No prompt leaves room for an answer within the {max_length} tokens that {limit}.")
     warn_left_out(warn, template_name(tokenizer), lost)
@@ -290,110 +290,3 @@ def _role_at_fault(tokenizer: PreTrainedTokenizerBase, messages: Messages, argum
                 tokenizer.apply_chat_template(as_read(tokenizer, kept), tokenize=False, **arguments)
                 return what
     return f"it cannot take the roles in this order: {', '.join(roles[:8])}{', ...' if len(roles) > 8 else ''}"
-
-
-_SYSTEM, _SCHEMAS = "system prompt", "schemas in `tools`"
-_MARK = "qzzq"
-_SCHEMA_KEYS = {"tools", "functions"}
-"""Where a message holds schemas itself."""
-
-
-@dataclass
-class _Marker:
-    """Puts a mark into each part of a conversation that must come out. parts: by mark, what it stands in, and that part's own text.
-    ids: of calls, which some templates write for their names, with their marks."""
-
-    parts: dict[str, tuple[str, str]] = field(default_factory=dict)
-    ids: dict[str, str] = field(default_factory=dict)
-
-    def mark(self, what: str, text: str) -> str:
-        mark = f"qz{len(self.parts)}zq"
-        self.parts[mark] = (what, text)
-        return mark
-
-    def call(self, call: dict[str, Any], turn: int) -> dict[str, Any]:
-        name, arguments, call_id = call["function"]["name"], call["function"]["arguments"], call.get("id")
-        marked = name + self.mark(f"turn {turn}: the call of {name!r}", name)
-        if isinstance(arguments, dict) and arguments:
-            mark = self.mark(f"turn {turn}: the arguments of the call of {name!r}", next(iter(arguments)))
-            arguments = {**arguments, "qz": mark}  # in the value: keys alone are no arguments
-        call = {**call, "function": {**call["function"], "name": marked, "arguments": arguments}}
-        if isinstance(call_id, str) and name in call_id:  # Kimi K2 writes the id, functions.add:0, for the name
-            call["id"] = self.ids[call_id] = call_id.replace(name, marked)
-        return call
-
-    def message(self, message: dict[str, Any], turn: int) -> dict[str, Any]:
-        message = dict(message)
-        for key in _SCHEMA_KEYS & message.keys():
-            held = message[key]
-            is_list = isinstance(held, list)
-            message[key] = [*map(self.schema, held)] if is_list else f"{held}{self.mark(_SCHEMAS, str(held))}"
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [self.call(call, turn) for call in calls]
-        elif message["role"] == "tool" and message["content"].strip():
-            message["content"] += self.mark(f"turn {turn}: the tool's result", message["content"])
-            if isinstance(call_id := message.get("tool_call_id"), str):
-                message["tool_call_id"] = self.ids.get(call_id, call_id)
-        return message
-
-    def schema(self, tool: Any) -> Any:
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
-            return tool
-        return {**tool, "function": {**function, "name": name + self.mark(_SCHEMAS, name)}}
-
-
-def left_out(conversation: Conversation, render: Callable[..., str], template: str) -> list[str]:
-    """Return what a chat template leaves out of a conversation's prompts: the system prompt, the schemas of its tools.
-
-    render: takes messages, tools and `generation_prompt`. template: names the template. Raises UserError, naming sample, turn and
-    tool, where it leaves out a call or a result, or arguments of a call. A part that comes out is found by a mark in it, since a
-    short name or result stands in other texts too; where the template refuses the marks, by its own text.
-    """
-    first, missing = conversation.messages[0], list[str]()
-    if first["role"] == "system" and first["content"].strip():
-        asked = [{**first, "content": first["content"] + _MARK}, {"role": "user", "content": "?"}]
-        if _MARK not in render(asked, conversation.tools, generation_prompt=True):
-            missing.append(_SYSTEM)
-    of_tools = {"tool_calls", *_SCHEMA_KEYS}
-    if not conversation.tools and not any(m["role"] == "tool" or of_tools & m.keys() for m in conversation.messages):
-        return missing
-    marker = _Marker()
-    messages = tuple(marker.message(message, turn) for turn, message in enumerate(conversation.messages, start=1))
-    tools = tuple(map(marker.schema, conversation.tools or ())) or None
-    try:
-        text = _rendered(replace(conversation, messages=messages, tools=tools), render)
-        missing += [what for mark, (what, _) in marker.parts.items() if mark not in text]
-    except UserError:
-        text = _rendered(conversation, render)
-        missing += [w for w, own in marker.parts.values() if own not in text and json.dumps(own)[1:-1] not in text]
-    if turn := next((what for what in missing if what not in (_SYSTEM, _SCHEMAS)), None):
-        raise UserError(
-            f"Sample {conversation.id}, {turn} is not in what the {template} makes of it, nor would it be in serving, where a null "
-            "content reaches the template as an empty one: name a template that writes calls and results, also beside an empty "
-            "content, in data.chat_template, or remove the sample."
-        )
-    return list(dict.fromkeys(missing))
-
-
-def _rendered(conversation: Conversation, render: Callable[..., str]) -> str:
-    """Return the texts of all prompts of a conversation, as serving renders them, and that of the whole: some templates write in one
-    what they leave out of another."""
-    messages, tools = conversation.messages, conversation.tools
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i]
-    texts = [render(messages[:i], tools, generation_prompt=True) for i in answers]
-    return "".join([*texts, render(messages, tools, generation_prompt=len(messages) - 1 not in answers)])
-
-
-def warn_left_out(warn: Callable[[str], None], template: str, samples: Mapping[str, Sequence[str]]) -> None:
-    """Warn of prompts that lack a system prompt or schemas. samples: by what is left out, the names of the samples."""
-    for what, names in samples.items():
-        warn(
-            f"the {template} leaves out the {what} of {len(names)} sample{'s'[: len(names) > 1]} ({some_of(names)}): they are read without, as "
-            "a serving engine reads them; name a template that writes them in data.chat_template, or remove them."
-        )
-
-
-def some_of(names: Sequence[str]) -> str:
-    """Return the first three names of samples."""
-    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)

@@ -74,7 +74,7 @@ def regenerate(own: Namespace, words: list[str]) -> int:
     if not launch:
         session.share_target()
     if world().main:  # the others read no conversations but those that they answer
-        look_at(session, session.conversations, learned=False)
+        look_at(session, session.conversations, learned=False, on_refused=session.recipe.data.on_refused)
     if launch:
         launching.launch(session, launch, "regenerate", words)
     else:
@@ -320,7 +320,13 @@ def import_native(own: Namespace, words: list[str]) -> int:
 def inspect(own: Namespace, words: list[str]) -> int:
     """Show what is learned from."""
     session, console = session_of("inspect", words, own.redo), Console()
-    look_at(session, session.conversations, learned=not session.recipe.answers.regenerate)
+    recipe = session.recipe
+    look_at(
+        session,
+        session.conversations,
+        learned=not recipe.answers.regenerate,
+        on_refused=recipe.data.on_refused,
+    )
     for sample in samples_at_hand(session, own.count):
         show_conversation(sample, session.tokenizer, console)
     return 0

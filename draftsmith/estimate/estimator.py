@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from draftsmith.data.conversations.left_out import Refusals
 from draftsmith.data.conversations.load import Conversation, load_conversations, local_files
 from draftsmith.data.conversations.masks import tokenize_all
 from draftsmith.data.conversations.templates import load_tokenizer, prepare_prompts
@@ -183,6 +184,7 @@ def lengths_at_hand(
                 max_new_tokens=lambda slice_name: recipe.answers.max_new_tokens,
                 max_length=longest,
                 template=spec.template,
+                refusals=Refusals(spec.on_refused),
                 warn=lambda text: None,
             )
             least = found.get("answer", min(recipe.answers.max_new_tokens // 2, longest // 2))
@@ -192,6 +194,7 @@ def lengths_at_hand(
             conversations[:_SAMPLED],
             max_length=longest,
             on_too_long=spec.on_too_long,
+            on_refused=spec.on_refused,
             template_kwargs=spec.template,
             warn=lambda text: None,
         ).samples

@@ -66,6 +66,8 @@ class DataSpec:
     """Tokens per sample, prompt and answer together."""
     on_too_long: Literal["drop", "truncate", "error"] = "drop"
     """What happens to longer samples; both drop and truncate are counted and reported."""
+    on_refused: Literal["error", "drop"] = field(default="error", metadata=LATER)
+    """What happens to conversations that the chat template does not take or of which it leaves out a call; drop counts and reports them."""
     heldout: int = field(default=200, metadata=within(1, 10**6))
     """Answers kept out of training, for loss and simulated tau."""
     template: dict[str, Any] = field(default_factory=dict)

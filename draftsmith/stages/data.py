@@ -10,9 +10,10 @@ from typing import Any
 from draftsmith.data.answers.generate import read_answers, regenerate, server_of
 from draftsmith.data.answers.served import AnswerServer, likeness
 from draftsmith.data.batch import Tokenized
+from draftsmith.data.conversations.left_out import OnRefused, Refusals, left_out
 from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.conversations.masks import tokenize_all, tokenize_conversation
-from draftsmith.data.conversations.templates import left_out, prepare_prompts, render_text, template_name
+from draftsmith.data.conversations.templates import prepare_prompts, render_text, template_name
 from draftsmith.data.features.extract import OnlineSource, extract
 from draftsmith.data.features.index import StoredSamples, read_index
 from draftsmith.data.features.store import FeatureSource, FeatureStore
@@ -36,7 +37,7 @@ def answer_inputs(session: Session) -> dict[str, Any]:
     """Return what the answers depend on, as run.json records it."""
     recipe = session.recipe
     # Sources count by what they say, not by where they lie; the rest matters to later stages only.
-    left_out = ("sources", "split", "slice", "limit", "heldout", "on_too_long", "chat_template", "date")
+    left_out = ("sources", "split", "slice", "limit", "heldout", "on_too_long", "on_refused", "chat_template", "date")
     return {
         "conversations": session.conversations_digest,  # first: a wrong path is reported before the target is loaded
         "target": session.target.fingerprint,
@@ -52,8 +53,11 @@ def answer_inputs(session: Session) -> dict[str, Any]:
     }
 
 
-def look_at(session: Session, conversations: Sequence[Conversation], *, learned: bool) -> None:
-    """Render the first conversations, before the target is loaded. learned: with their answers, else as prompts.
+def look_at(
+    session: Session, conversations: Sequence[Conversation], *, learned: bool, on_refused: OnRefused | None = None
+) -> None:
+    """Render the first conversations, before the target is loaded. learned: with their answers, else as prompts. on_refused: that of
+    the recipe, for data to learn from.
 
     Raises UserError, naming the sample, for what the chat template refuses or leaves out.
     """
@@ -61,15 +65,18 @@ def look_at(session: Session, conversations: Sequence[Conversation], *, learned:
         tokenizer = session.unchecked_tokenizer
     except UserError:
         return  # which loading the target explains
-    data = session.recipe.data
+    data, refusals = session.recipe.data, Refusals(on_refused)
     for conversation in conversations[:_LOOKED_AT]:
-        if learned:
-            tokenize_conversation(tokenizer, conversation, max_length=data.max_length, template_kwargs=data.template)
-        else:
-            render: Callable[..., str] = partial(render_text, tokenizer, name=conversation.id, **data.template)
-            asked = replace(conversation, messages=conversation.prompt())
-            render(asked.messages, asked.tools, generation_prompt=True)
-            left_out(asked, render, template_name(tokenizer))
+        with refusals.of(conversation.id):
+            if learned:
+                tokenize_conversation(
+                    tokenizer, conversation, max_length=data.max_length, template_kwargs=data.template
+                )
+            else:
+                render: Callable[..., str] = partial(render_text, tokenizer, name=conversation.id, **data.template)
+                asked = replace(conversation, messages=conversation.prompt())
+                render(asked.messages, asked.tools, generation_prompt=True)
+                left_out(asked, render, template_name(tokenizer))
 
 
 def answers_stage(session: Session) -> Path | None:
@@ -124,18 +131,19 @@ def _warn_again(session: Session, stage: str) -> None:
 def _answer(session: Session, path: Path, servers: Sequence[AnswerServer]) -> float:
     """Make the answers; return when that began."""
     recipe, spec = session.recipe, session.recipe.answers
+    refusals = Refusals(recipe.data.on_refused)
     prompts = prepare_prompts(
         session.tokenizer,
         session.conversations,
         max_new_tokens=lambda slice_name: spec.max_new_tokens,
         max_length=min(recipe.data.max_length, session.target.context_length),
         template=recipe.data.template,
+        refusals=refusals,
         warn=session.warn,
     )
     say(f"answers: {len(prompts)} of {len(session.conversations)} prompts, at temperature {spec.temperature}")
-    if len(prompts) < len(session.conversations):
-        kept = {prompt.conversation.id for prompt in prompts}
-        left = [conversation.id for conversation in session.conversations if conversation.id not in kept]
+    kept = {prompt.conversation.id for prompt in prompts}.union(refusals.names)
+    if left := [conversation.id for conversation in session.conversations if conversation.id not in kept]:
         say(
             f"answers: {', '.join(left[:3])}{', ...' * (len(left) > 3)} left out: no room for an answer within data.max_length"
         )
@@ -236,6 +244,7 @@ def load_samples(session: Session, answers: Path | None, count: int | None = Non
             session.conversations[:count],
             max_length=limit,
             on_too_long=data.on_too_long,
+            on_refused=data.on_refused,
             template_kwargs=data.template,
             eos_ids=session.target.eos_ids,
             warn=session.warn,

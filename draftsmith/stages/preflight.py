@@ -58,7 +58,12 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
         )
     if making:
         warm_folder(recipe)
-        look_at(session, session.conversations, learned=not recipe.answers.regenerate)
+        look_at(
+            session,
+            session.conversations,
+            learned=not recipe.answers.regenerate,
+            on_refused=recipe.data.on_refused,
+        )
     if evaluating:
         look_at(session, conversations_of(session), learned=False)
         check_named_drafters(recipe)

@@ -13,7 +13,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from draftsmith.cli.main import main
 from draftsmith.data.batch import Tokenized
+from draftsmith.data.features.index import read_index
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.checkpoint import save_head
@@ -28,10 +30,10 @@ from draftsmith.stages.training import initial_head, train_inputs
 from draftsmith.target.target import Target, load_target
 from draftsmith.train.process import World
 from tests.heads.blocks import make_head
-from tests.helpers import save_target, tiny_tokenizer
+from tests.helpers import GEMMA, save_target, tiny_tokenizer
 from tests.models import tiny_model
 from tests.pretended_gpu.cuda import pretended_gpu
-from tests.workplace import make_workplace
+from tests.workplace import fails, make_workplace, options
 
 pytestmark = pytest.mark.full
 
@@ -57,6 +59,36 @@ def session_of(workplace: Path, tmp_path: Path, method: str, head: dict[str, Any
     return Session(
         parse_recipe(["--recipe", str(tmp_path / "recipe.yaml"), f"--output_dir={tmp_path / 'run'}", *words])
     )
+
+
+@pytest.mark.parametrize("regenerate", ["true", "false"])
+def test_rows_that_the_template_refuses_are_left_out_where_asked(
+    regenerate: str, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether they are among the first, which are looked at before the target is loaded, or behind them."""
+
+    def said(**turns: str) -> list[dict[str, str]]:
+        return [{"role": role, "content": content} for role, content in turns.items()]
+
+    (tmp_path / "strict.jinja").write_text(GEMMA)
+    rows = [{"id": f"r{i}", "messages": said(user=f"ask {i}", assistant="Yes.")} for i in range(70)]
+    for row in (rows[2], rows[68]):
+        row["messages"] = said(system="Help.") + row["messages"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["extract", *options(workplace, tmp_path / "run"), "--data.sources", f"[{tmp_path / 'rows.jsonl'}]"]
+    words += ["--data.chat_template", str(tmp_path / "strict.jinja"), "--answers.regenerate", regenerate]
+    told = fails(words, capsys)
+    assert "sample r2: it cannot take messages of role 'system'" in told
+    assert "with data.on_refused: drop such conversations are left out" in told
+    assert not (tmp_path / "run").exists()
+    assert main([*words, "--data.on_refused", "drop", "--answers.max_new_tokens", "4"]) == 0
+    told = capsys.readouterr().err
+    assert "data.on_refused: 2 of 70 conversations (r2, r68) are left out" in told
+    assert "no room for an answer" not in told
+    ids = [sample.sample_id for sample in read_index(tmp_path / "run" / "features").samples]
+    assert ids == [f"r{i}" for i in range(70) if i not in (2, 68)]
+    assert main([*words, "--data.on_refused", "drop", "--answers.max_new_tokens", "4"]) == 0
+    assert "data.on_refused: 2 of 70" in capsys.readouterr().err  # said again with what was stored
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark", "peagle"])

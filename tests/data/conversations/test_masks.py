@@ -31,6 +31,31 @@ def test_template_that_refuses_a_role():
         render_prompt(tokenizer, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
 
 
+def test_conversations_that_cannot_be_rendered_are_left_out_where_asked():
+    tokenizer, warned = tiny_tokenizer(helpers.GEMMA), []
+    data = [talk("a?", "One.", id="1"), talk("b?", "Two.", system="Help.", id="2"), talk("c?", "Three.", id="3")]
+    plain = tokenize_all(tokenizer, [data[0], data[2]])
+    kept = tokenize_all(tokenizer, data, on_refused="drop", warn=warned.append)
+    assert [(s.sample_id, s.ids.tolist()) for s in kept.samples] == [
+        (s.sample_id, s.ids.tolist()) for s in plain.samples
+    ]
+    assert kept.stats == plain.stats
+    (said,) = warned
+    assert said.startswith(
+        "data.on_refused: 1 of 3 conversations (2) are left out, as they cannot be rendered; of the first: The chat"
+    )
+    with pytest.raises(
+        UserError, match=r"sample 2: .*System role.*; with data.on_refused: drop such conversations are left out"
+    ):
+        tokenize_all(tokenizer, data, on_refused="error")
+    with pytest.raises(
+        UserError, match=r"No conversation is left, as data.on_refused drops all 1; of the first: .*sample 2"
+    ):
+        tokenize_all(tokenizer, data[1:2], on_refused="drop")
+    with pytest.raises(UserError, match=r"more than the 3 that data.max_length"):
+        tokenize_all(tokenizer, data, on_refused="drop", on_too_long="error", max_length=3)
+
+
 def test_too_long_is_counted_and_never_silent():
     tokenizer = tiny_tokenizer()
     whole = tokenize_conversation(tokenizer, THREE)[0]

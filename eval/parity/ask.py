@@ -5,6 +5,7 @@ tokens that the server makes of them. Checked with vLLM 0.32.0 and the llama.cpp
 read in its source.
 """
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ from draftsmith.eval.ledger.sources import read_answer
 from draftsmith.eval.parity.bundle import Bundle, ParityPrompt
 from draftsmith.eval.parity.diagnose import Seen
 from draftsmith.foreign.server import LLAMA_CPP, SGLANG, VLLM, ModelServer, ServerError
+from draftsmith.progress import say
 
 _SETTLES = 2.0
 """Seconds within which /metrics shows what was answered."""
@@ -42,9 +44,19 @@ class AskedServer(ModelServer):
         self.model = self.find_model(names, "name it with --model")
 
     def ask_all(self, bundle: Bundle) -> list[Seen]:
-        """Return what it gives for every prompt, one after the other. Raises UserError where it tells no token ids or no drafts."""
+        """Return what it gives for every prompt, one after the other, and warn where its users' requests would be rendered otherwise.
+        Raises UserError where it tells no token ids or no drafts."""
         asks = {VLLM: self._vllm, LLAMA_CPP: self._llama, SGLANG: self._sglang}
-        return [self._with_messages(asks[self.kind](prompt), prompt, bundle.template) for prompt in bundle.prompts]
+        seen = [self._with_messages(asks[self.kind](prompt), prompt, bundle.template) for prompt in bundle.prompts]
+        asked = next((prompt for prompt in bundle.prompts if prompt.messages is not None), None)
+        if bundle.template and asked is not None:
+            plain = self._with_messages(Seen(asked.id, ()), asked, {})
+            if (differs := plain.rendered_otherwise(asked)) is not None:
+                say(
+                    f"warning: a request without chat_template_kwargs is rendered otherwise than what the head learned from ({differs}): start the "
+                    f"server with {json.dumps(bundle.template)} as its default, as the export's README has it, or send that with every request."
+                )
+        return seen
 
     def _vllm(self, prompt: ParityPrompt) -> Seen:
         body = {"model": self.model, "prompt": list(prompt.prompt_ids), "max_tokens": prompt.max_new_tokens}

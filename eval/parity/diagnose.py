@@ -56,6 +56,14 @@ class Seen:
         """Whether the drafted tokens are told."""
         return self.rounds is not None and all(UNSEEN not in r.drafted for r in self.rounds)
 
+    def rendered_otherwise(self, prompt: ParityPrompt) -> str | None:
+        """Return how what the engine made of the messages differs from the prompt, None where it does not or is not told."""
+        tokens = len(self.prompt_ids) if self.prompt_ids is not None else self.prompt_tokens
+        if tokens is None or (tokens == len(prompt.prompt_ids) and self.prompt_ids in (None, prompt.prompt_ids)):
+            return None
+        others = ", and others" if tokens == len(prompt.prompt_ids) else ""
+        return f"{prompt.id}: its messages become {tokens} tokens, here {len(prompt.prompt_ids)}{others}"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -123,13 +131,8 @@ _Pairs = Sequence[tuple[ParityPrompt, Seen]]
 
 
 def _template(pairs: _Pairs) -> Verdict | None:
-    for prompt, one in pairs:
-        tokens = len(one.prompt_ids) if one.prompt_ids is not None else one.prompt_tokens
-        if tokens is None or (tokens == len(prompt.prompt_ids) and one.prompt_ids in (None, prompt.prompt_ids)):
-            continue
-        what = f"{prompt.id}: its messages become {tokens} tokens, here {len(prompt.prompt_ids)}"
-        return Verdict(ANSWERS, what + (", and others" if tokens == len(prompt.prompt_ids) else ""), (TEMPLATE,))
-    return None
+    differs = (one.rendered_otherwise(prompt) for prompt, one in pairs)
+    return next((Verdict(ANSWERS, what, (TEMPLATE,)) for what in differs if what is not None), None)
 
 
 def _answers(bundle: Bundle, pairs: _Pairs) -> tuple[Verdict | None, tuple[str, ...], _Pairs]:

@@ -32,15 +32,17 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replies(
-    bundle: Bundle, kind: str, fault: str = "", *, told: bool = True, longer: int = 0
+    bundle: Bundle, kind: str, fault: str = "", *, told: bool = True, longer: int = 0, unasked: int = 0
 ) -> Callable[[dict[str, Any]], tuple[int, Any]]:
-    """Answer as an engine with a fault does. told: with records of its drafts. longer: tokens that its template adds."""
+    """Answer as an engine with a fault does. told: with records of its drafts. longer: tokens that its template adds. unasked: those that
+    it adds where a request has no chat_template_kwargs."""
     by_ids = {prompt.prompt_ids: number for number, prompt in enumerate(bundle.prompts)}
 
     def reply(asked: dict[str, Any]) -> tuple[int, Any]:
         if "messages" in asked:
             prompt = next(p for p in bundle.prompts if list(p.messages or ()) == asked["messages"])
-            return 200, {"usage": {"prompt_tokens": len(prompt.prompt_ids) + longer}}
+            added = longer if "chat_template_kwargs" in asked else longer + unasked
+            return 200, {"usage": {"prompt_tokens": len(prompt.prompt_ids) + added}}
         number = by_ids[tuple(asked["prompt"])]
         prompt: ParityPrompt = bundle.prompts[number]
         rounds = bundle.faults[fault][number] if fault else prompt.rounds
@@ -172,18 +174,25 @@ def test_what_cannot_be_verified_is_refused(export: Path, tmp_path: Path, capsys
             assert said.count("\n") == 1
 
 
-def test_servers_are_sent_what_the_template_was_given_and_no_penalty(export: Path, tmp_path: Path) -> None:
-    """What vLLM is not told it takes from the target's generation_config.json."""
+@pytest.mark.parametrize("unasked", [0, 4])
+def test_servers_are_sent_what_the_template_was_given_and_no_penalty(
+    unasked: int, export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What vLLM is not told it takes from the target's generation_config.json. Users' requests name nothing for the template."""
     known = read_bundle(export)
     folder = shutil.copytree(export, tmp_path / "export")
     write_bundle(folder, replace(known, template={"enable_thinking": False}))
     bundle = read_bundle(folder)
-    engine = Engine("vLLM", reply=replies(bundle, "vLLM"))
+    engine = Engine("vLLM", reply=replies(bundle, "vLLM", unasked=unasked))
     with serving(engine) as url:
         assert main(["verify", str(folder), "--url", url]) == 0
-    chats = [one for one in engine.asked if "messages" in one]
+    *chats, plain = [one for one in engine.asked if "messages" in one]
     assert chats
     assert all(one["chat_template_kwargs"] == {"enable_thinking": False} for one in chats)
+    assert "chat_template_kwargs" not in plain
+    said = 'become {} tokens, here {}): start the server with {{"enable_thinking": false}} as its default'
+    size = len(bundle.prompts[0].prompt_ids)
+    assert (said.format(size + 4, size) in capsys.readouterr().err) == bool(unasked)
     assert all(one["repetition_penalty"] == 1.0 for one in engine.asked if "messages" not in one)
     assert main(["verify", str(folder), "--url", "http://x", "--home", "y"]) == 2
 

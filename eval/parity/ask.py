@@ -54,7 +54,8 @@ class AskedServer(ModelServer):
             if (differs := plain.rendered_otherwise(asked)) is not None:
                 say(
                     f"warning: a request without chat_template_kwargs is rendered otherwise than what the head learned from ({differs}): start the "
-                    f"server with {json.dumps(bundle.template)} as its default, as the export's README has it, or send that with every request."
+                    f"server with {json.dumps(bundle.template)} (vLLM's --default-chat-template-kwargs, llama-server's --chat-template-kwargs), or send "
+                    "that with every request."
                 )
         return seen
 

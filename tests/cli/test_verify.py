@@ -190,7 +190,7 @@ def test_servers_are_sent_what_the_template_was_given_and_no_penalty(
     assert chats
     assert all(one["chat_template_kwargs"] == {"enable_thinking": False} for one in chats)
     assert "chat_template_kwargs" not in plain
-    said = 'become {} tokens, here {}): start the server with {{"enable_thinking": false}} as its default'
+    said = 'become {} tokens, here {}): start the server with {{"enable_thinking": false}} (vLLM\'s --default'
     size = len(bundle.prompts[0].prompt_ids)
     assert (said.format(size + 4, size) in capsys.readouterr().err) == bool(unasked)
     assert all(one["repetition_penalty"] == 1.0 for one in engine.asked if "messages" not in one)

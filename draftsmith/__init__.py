@@ -192,6 +192,10 @@ def simulate(
     from draftsmith.errors import UserError
 
     _check_types(target, head, sampling, "answers", answers)
+    if (odd := next((one for one in answers if not isinstance(one.output_ids, list | tuple)), None)) is not None:
+        raise UserError(
+            f"The answer to {odd.request.sample_id!r} is a {type(odd.output_ids).__name__}: give a list of token ids."
+        )
     if (empty := next((one for one in answers if not one.output_ids), None)) is not None:
         raise UserError(f"The answer to {empty.request.sample_id!r} has no tokens: leave it out.")
     drafts = _drafts(target, head, num_speculative_tokens, tree)
@@ -312,11 +316,11 @@ def _check_lengths(head: "DraftHead", drafts: "SystemUnderTest", lengths: "list[
 
 def _drafts(target: "Target", head: "DraftHead", num_speculative_tokens: int, tree: str | Path) -> "SystemUnderTest":
     """Return how a head drafts once trained, in the dtype of the target; the head itself is left as it is."""
-    from copy import deepcopy
-
+    from draftsmith.decoder.trees import DynamicTree
     from draftsmith.errors import UserError
-    from draftsmith.eval.drafters.system import head_system
+    from draftsmith.eval.drafters.system import check_ranks, cut_tree, head_system
     from draftsmith.fields import shown
+    from draftsmith.heads.quantized import view_of_head
     from draftsmith.recipe.evaluate import DraftSpec
 
     _check_count("num_speculative_tokens", num_speculative_tokens)
@@ -324,15 +328,17 @@ def _drafts(target: "Target", head: "DraftHead", num_speculative_tokens: int, tr
         raise UserError(
             f"tree is {shown(tree)}: give chain, medusa_63, dynamic, best_first, accum_logp or the path of a JSON file with a list of paths."
         )
-    ready = head.deployed(target)
-    if any(parameter.dtype != target.dtype for parameter in ready.parameters()):
-        ready = deepcopy(ready).to(target.dtype)
+    ready = view_of_head(head.deployed(target)).to(target.dtype)
+    shape = DraftSpec(tree=str(tree)).load()
+    if isinstance(shape, DynamicTree):  # whose depth nobody named
+        shape = cut_tree(shape, ready.clamp_draft_length(shape.depth))
+    check_ranks(shape, ready.method, ready, target)
     verifier = ready.verifier(target)
     return head_system(
         ready.method,
         ready,
         num_speculative_tokens,
         num_speculative_tokens,
-        tree=DraftSpec(tree=str(tree)).load(),
+        tree=shape,
         verifier=None if verifier is target else verifier,
     )

@@ -29,9 +29,7 @@ def quantize_head(head: DraftHead, kind: str) -> DraftHead:
 
     int4 leaves layers as they are whose width none of 128, 64 and 32 divides. Raises UserError where that is every layer.
     """
-    # Outside its modules; of Medusa-2 the tuned target, too.
-    of_target = (*head._target_head, *getattr(head, "_tuned", ()), getattr(head, "merged", None))
-    rounded: DraftHead = view_of(head, [one for one in of_target if one is not None])
+    rounded = view_of_head(head)
     layers = _layers(rounded, kind)
     if not layers:
         widths = "" if kind != "int4" else f" has a width that one of {', '.join(map(str, _GROUPS))} divides"
@@ -41,6 +39,14 @@ def quantize_head(head: DraftHead, kind: str) -> DraftHead:
     for module in layers:
         module.weight = nn.Parameter(round_weights(module.weight, kind), requires_grad=False)
     return rounded
+
+
+def view_of_head(head: DraftHead) -> DraftHead:
+    """Return a head that shares all tensors with `head`, those of its target too, and whose modules, mode and dtype are its own."""
+    # Outside its modules; of Medusa-2 the tuned target, too.
+    of_target = (*head._target_head, *getattr(head, "_tuned", ()), getattr(head, "merged", None))
+    view: DraftHead = view_of(head, [one for one in of_target if one is not None])
+    return view
 
 
 def round_weights(weight: Tensor, kind: str) -> Tensor:

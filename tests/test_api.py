@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,6 +22,8 @@ from draftsmith.eval.drafters.system import head_system
 from draftsmith.heads.checkpoint import save_head
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build
+from draftsmith.heads.medusa import MedusaOptions
+from draftsmith.heads.medusa.head import build as build_medusa
 from scripts.bench.pages import reference
 from tests.helpers import save_target
 
@@ -132,6 +135,49 @@ def test_a_head_is_left_as_it_is_whatever_drafts_with_it(
     head.float()
 
 
+def test_drafting_between_steps_changes_nothing_of_the_training(place: Path) -> None:
+    """Of a head in the dtype of its target, too: its mode decides noise, dropout and the rows that it learns from."""
+    target = draftsmith.load_target(place / "models/my-model")
+    head = draftsmith.load_head(place / "runs/eagle3-my-model/train/best", target).train()
+    were = [(name, type(module), module.training) for name, module in head.named_modules()]
+    held = [(parameter, parameter.requires_grad) for parameter in head.parameters()]
+    answers = draftsmith.decode(target, head, [Request("a", "s", (3, 4, 5), 12)])
+    draftsmith.simulate(target, head, answers)
+    assert [(name, type(module), module.training) for name, module in head.named_modules()] == were
+    assert all(ours is p and p.requires_grad == g for ours, (p, g) in zip(head.parameters(), held, strict=True))
+
+
+def test_what_belongs_to_the_target_is_not_copied(loaded: tuple[draftsmith.Target, draftsmith.DraftHead]) -> None:
+    target, head = loaded
+    drafting = draftsmith._drafts(target, head, 2, "chain").head
+    assert drafting.fc.weight.dtype == target.dtype
+    assert head.fc.weight.dtype == torch.float32
+    assert drafting._target_head[0] is head._target_head[0]
+
+
+def test_growing_trees_are_no_deeper_than_the_head(place: Path) -> None:
+    target = draftsmith.load_target(place / "models/my-model")
+    head = build_medusa(MedusaOptions(num_heads=3), target, None)
+    requests = [Request("a", "s", (3, 4, 5), 12)]
+    alone = draftsmith.decode(target, None, requests)
+    for tree in ("best_first", "accum_logp"):
+        assert draftsmith.decode(target, head, requests, tree=tree)[0].output_ids == alone[0].output_ids
+        assert draftsmith.simulate(target, head, alone, tree=tree).tau >= 1
+
+
+def test_sampling_settings_of_other_types_are_one_sentence() -> None:
+    for change, said in (
+        ({"top_k": 50.0}, "top_k is 50.0: it must be a whole number, such as 0"),
+        ({"top_k": None}, "top_k is None: it must be a whole number, such as 0"),
+        ({"top_p": None}, "top_p is None: it must be a number, such as 1.0"),
+        ({"temperature": "0.8"}, "temperature is '0.8': it must be a number, such as 0.0"),
+        ({"min_p": True}, "min_p is True: it must be a number"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            Sampling(**change)  # type: ignore[arg-type]
+    assert Sampling(np.float32(0.5), np.int64(3)).top_k == 3  # type: ignore[arg-type]
+
+
 def test_mistakes_are_one_sentence(place: Path, loaded: tuple[draftsmith.Target, draftsmith.DraftHead]) -> None:
     target, head = loaded
     request = Request("a", "s", (3, 4), 4)
@@ -140,6 +186,12 @@ def test_mistakes_are_one_sentence(place: Path, loaded: tuple[draftsmith.Target,
         draftsmith.decode(target, head, [request], num_speculative_tokens=0)
     with pytest.raises(UserError, match="The answer to 'a' has no tokens: leave it out"):
         draftsmith.simulate(target, head, [Generation(request, [])])
+    with pytest.raises(UserError, match="The answer to 'a' is a Tensor: give a list of token ids"):
+        draftsmith.simulate(target, head, [Generation(request, torch.tensor([5, 6]))])  # type: ignore[arg-type]
+    (place / "far.json").write_text("[[0], [1], [900000]]")
+    for call, given in ((draftsmith.decode, [request]), (draftsmith.simulate, answers)):
+        with pytest.raises(UserError, match=r"proposes rank 900000 .* but eagle3 drafts \d+ tokens: take ranks below"):
+            call(target, head, given, tree=place / "far.json")  # type: ignore[operator]
     short = copy.copy(head)
     short.reads = replace(head.reads, context_length=6)
     with pytest.raises(
@@ -181,6 +233,8 @@ def test_mistakes_are_one_sentence(place: Path, loaded: tuple[draftsmith.Target,
         ),  # type: ignore[arg-type]
         ({"requests": [Request("a", "s", torch.ones(3), 2)]}, "Prompt a is a Tensor: give a tuple of token ids"),  # type: ignore[arg-type]
         ({"requests": [Request("a", "s", (3.0, 4), 2)]}, "Prompt a holds a float: give a tuple of token ids"),  # type: ignore[arg-type]
+        ({"requests": [Request("a", "s", (3, 4), 2, 2**64 - 1)]}, "The key of a is 18446744073709551615: it must be"),
+        ({"requests": [Request("a", "s", (3, 4), 2, None)]}, "The key of a is None: it must be a whole number"),  # type: ignore[arg-type]
         ({"requests": [Request("a", "s", (3, 4), None)]}, "max_new_tokens is None for a: it must be a whole number"),  # type: ignore[arg-type]
     ],
 )

@@ -97,6 +97,10 @@ def check_requests(target: Target, requests: Sequence[Request], drafter: Drafter
             raise UserError(
                 f"max_new_tokens is {most!r} for {request.sample_id}: it must be a whole number of at least 1."
             )
+        if type(request.key) is not int or not -(2**63) <= request.key < 2**63:
+            raise UserError(
+                f"The key of {request.sample_id} is {request.key!r}: it must be a whole number of 64 bits with a sign, the seed of its draws."
+            )
         if not request.prompt_ids:
             raise UserError(f"Prompt {request.sample_id} is empty: give it at least one token.")
         if request.max_new_tokens < 1:

@@ -24,8 +24,9 @@ from draftsmith.target.pretrained import is_close
 EAGER = 2
 """Times that work of a shape runs kernel by kernel before it is captured, which takes longer than a few of them: the last drafts of an
 answer are shorter than all others."""
-MOST = 32
-"""Graphs that are held; each takes memory for its kernels."""
+MOST = 64
+"""Graphs that are held, those run last; each takes memory for its kernels. A batch that empties has a few at every number of rows, and
+the next one goes through them again."""
 
 T = TypeVar("T")
 Body = Callable[..., T]
@@ -75,14 +76,16 @@ class Graphs:
                 once=True,
             )
             return body(noise, *given)
-        made: T = self.held[key].run(given, noise)
+        self.held[key] = graph = self.held.pop(key)  # the last one run
+        made: T = graph.run(given, noise)
         return made
 
     def _capture(self, key: tuple[Any, ...], body: Body[T], given: Sequence[Tensor], noise: Noise | None) -> str:
         """Capture a graph; return why it cannot be, "" where it is."""
-        if key[0] not in {rows for rows, *_ in self.held} or len(self.held) >= MOST:  # or of rows that have left
-            self.held.clear()
+        if not self.held:
             self._outputs, self._pool = _Outputs(self._most), torch.cuda.graph_pool_handle()
+        elif len(self.held) >= MOST:  # what it took of the pool serves the next
+            del self.held[next(iter(self.held))]
         try:
             with torch.inference_mode(False), torch.no_grad(), torch.cuda.device(self._device):
                 graph = Graph(body, given, noise, self._outputs, self._pool)

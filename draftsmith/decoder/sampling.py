@@ -9,8 +9,9 @@ Shapes: B rows, V vocabulary (of target or draft), W draft vocabulary, C childre
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -55,6 +56,11 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value, whole = getattr(self, field.name), field.name == "top_k"
+            if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
+                kind = "whole number" if whole else "number"
+                raise UserError(f"{field.name} is {value!r}: it must be a {kind}, such as {field.default}.")
         if self.temperature != 0 and not 1e-6 <= self.temperature < math.inf:
             raise UserError(f"temperature is {self.temperature}: it must be 0 (greedy), or a number from 0.000001 on.")
         if self.top_k < 0:

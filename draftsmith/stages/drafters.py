@@ -13,10 +13,10 @@ from draftsmith.data.answers.generate import read_answers
 from draftsmith.data.conversations.templates import read_tokenizer
 from draftsmith.decoder.drafters.draft_model import check_context
 from draftsmith.decoder.sampling import Sampling
-from draftsmith.decoder.trees import DynamicTree, StaticTree
+from draftsmith.decoder.trees import DynamicTree
 from draftsmith.errors import UserError
 from draftsmith.eval.drafters.baselines import BASELINES, Supplies
-from draftsmith.eval.drafters.system import SystemUnderTest, head_system, tree_kind
+from draftsmith.eval.drafters.system import SystemUnderTest, check_ranks, head_system, tree_kind
 from draftsmith.eval.training.history import trained_length
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.export.export import engines_without
@@ -256,12 +256,8 @@ def ways_to_draft(
             f"evaluate.num_speculative_tokens is {spec.num_speculative_tokens}, but {name} drafts {most} tokens at most: its chains "
             f"are measured with {most}."
         )
-    width = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
-    for tree in (tree for _, tree in ways if isinstance(tree, StaticTree) and tree.ranks > width):
-        raise UserError(
-            f"The tree {tree.name} proposes rank {tree.ranks - 1} (the most likely token has 0), but {name} drafts {width} "
-            "tokens: take ranks below that."
-        )
+    for _, tree in ways:
+        check_ranks(tree, name, head, target)
     return [
         head_system(
             name,

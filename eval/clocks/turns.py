@@ -78,10 +78,10 @@ def run_systems(
                     bar.skip(len(group))
                 else:
                     if not warm:  # a few tokens every way, as first passes are slow
-                        request = requests_by_repeat[0][0]
-                        short = replace(request, max_new_tokens=min(16, request.max_new_tokens))
+                        some = requests_by_repeat[0][:batch]
+                        short = [replace(asked, max_new_tokens=min(16, asked.max_new_tokens)) for asked in some]
                         for one in ways.values():
-                            one.decode([short], sampling)
+                            one.decode(short, sampling, batch)
                         warm = True
                     turn = _take(taking, group, sampling, batch)
                     packed = {system: pack_decoded(one) for system, one in turn[0].items()}

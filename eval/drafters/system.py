@@ -300,6 +300,16 @@ def _check_tree(tree: Tree, drawn: bool, name: str, head: DraftHead) -> None:
         )
 
 
+def check_ranks(tree: Tree | None, name: str, head: DraftHead, target: Target) -> None:
+    """Raise UserError for a tree of ranks that the head `name` has no tokens for."""
+    width = target.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
+    if isinstance(tree, StaticTree) and tree.ranks > width:
+        raise UserError(
+            f"The tree {tree.name} proposes rank {tree.ranks - 1} (the most likely token has 0), but {name} drafts {width} "
+            "tokens: take ranks below that."
+        )
+
+
 def with_window(head: DraftHead, window: int) -> DraftHead:
     """Return a head of the same weights whose attention sees no more than so many tokens, its own the last of them; `head` stays as it
     is. Raises UserError where its attention takes no window, and for one that its drafts do not fit into."""

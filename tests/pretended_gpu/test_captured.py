@@ -257,8 +257,27 @@ def test_rows_that_leave_have_graphs_of_their_own(gpu: Any) -> None:
     target = bf16_target()
     asked = [Request(str(i), "", tuple(range(5, 25)), 4 + 12 * (i == 3), ignore_eos=True) for i in range(4)]
     together = texts_of(target, asked)
-    assert {key[0] for key in target.kept_passes._graphs.held} == {1}
+    held = dict(target.kept_passes._graphs.held)
+    assert {key[0] for key in held} == {4, 1}
     assert together[3][:4] == together[0]
+    assert texts_of(target, asked) == together
+    assert target.kept_passes._graphs.held == held, "the next batch captures none again"
+
+
+def test_graphs_that_ran_last_are_held(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST", 2)
+    target = bf16_target()
+    passes = Passes.of(target, 2, 40, 5)
+    seen = []
+    for shape in ("one token", "a chain", "one token", "a tree", "one token", "a chain"):
+        filled(passes.cache, [20, 9])
+        draft = draft_of(shape, 2)
+        alone = run_draft(target, passes.cache, draft, (), longest=20)
+        before = set(passes._graphs.held)
+        assert torch.equal(passes(draft, 20).output.last.cpu(), alone.last.cpu()), shape
+        assert len(passes._graphs.held) <= 2
+        seen.append(bool(set(passes._graphs.held) - before))
+    assert seen == [True, True, False, True, False, True], "captured anew"
 
 
 def test_a_pass_that_cannot_be_captured_runs_kernel_by_kernel(

@@ -47,7 +47,8 @@ class _Added(nn.Module):
         self.scale = alpha / rank
 
     def forward(self, weight: Tensor) -> Tensor:
-        with without_autocast(weight):
+        # With a graph, as the sum is kept for the whole pass, a part of which may need none (XPress's guesses).
+        with torch.enable_grad(), without_autocast(weight):
             return _sum(weight, self.lora_A, self.lora_B, self.scale)
 
 

@@ -110,13 +110,15 @@ def load_conversations(
     return conversations
 
 
-def find_chats(conversations: Sequence[Conversation]) -> dict[str, str]:
-    """Return by the id of every row that of the first one which is the same up to its first answer: the requests of a chat are such, each of
-    which has the turns before it."""
+def find_chats(conversations: Sequence[Conversation], *, answered: bool) -> dict[str, str]:
+    """Return by the id of every row that of the first one which is the same up to the first answer to a user: the requests of a chat are
+    such, each of which has the turns before it. answered: that answer is the same, too; else the target is to give its own."""
     firsts, chats = dict[str, str](), dict[str, str]()
     for one in conversations:
-        end = next((i for i, message in enumerate(one.messages, 1) if message["role"] == "assistant"), 0)
-        chats[one.id] = firsts.setdefault(fingerprint(one.messages[:end]), one.id) if end else one.id
+        roles = [message["role"] for message in one.messages]
+        asked = roles.index("user") if "user" in roles else 0
+        end = roles.index("assistant", asked) + answered if "assistant" in roles[asked:] else len(roles)
+        chats[one.id] = firsts.setdefault(fingerprint(one.messages[:end]), one.id)
     return chats
 
 

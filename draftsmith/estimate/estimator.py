@@ -163,7 +163,7 @@ def _at_hand(recipe: Recipe) -> str:
 def lengths_at_hand(
     recipe: Recipe, target: TargetShape, conversations: Sequence[Conversation] | None
 ) -> dict[str, int]:
-    """Return the mean tokens of the first prompts, as far as they fit beside an answer, and of the answers, by the names of Assumptions:
+    """Return the mean tokens of some prompts of all the data, as far as they fit beside an answer, and of the answers, by the names of Assumptions:
     those in the data where the target does not answer, else those of the run where it has. What is not known is left out."""
     spec, longest, found = recipe.data, _longest(recipe, target), dict[str, int]()
     path = recipe.data_path / "run.json"
@@ -175,12 +175,15 @@ def lengths_at_hand(
             found["answer"] = min(max(1, round(tokens / count)), longest - longest // 4)
     if conversations is None:
         return found
+    some = conversations[
+        :: -(-len(conversations) // _SAMPLED)
+    ]  # of every source, which may be read one after the other
     try:
         tokenizer = load_tokenizer(_at_hand(recipe), recipe.target.trust_remote_code, spec.chat_template)
         if recipe.answers.regenerate:
             prompts = prepare_prompts(
                 tokenizer,
-                conversations[:_SAMPLED],
+                some,
                 max_new_tokens=lambda slice_name: recipe.answers.max_new_tokens,
                 max_length=longest,
                 template=spec.template,
@@ -191,7 +194,7 @@ def lengths_at_hand(
             return found | {"prompt": min(round(mean(len(prompt.ids) for prompt in prompts)), longest - least)}
         samples = tokenize_all(
             tokenizer,
-            conversations[:_SAMPLED],
+            some,
             max_length=longest,
             on_too_long=spec.on_too_long,
             on_refused=spec.on_refused,

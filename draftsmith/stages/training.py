@@ -215,7 +215,7 @@ def split_samples(session: Session, samples: Sequence[Tokenized]) -> tuple[list[
             f"Only {len(fits)} of {len(samples)} samples fit train.row_tokens={recipe.train.row_tokens}, and data.heldout takes "
             f"{recipe.data.heldout}: raise train.row_tokens, or lower data.max_length."
         )
-    chats = find_chats(session.conversations)
+    chats = find_chats(session.conversations, answered=not recipe.answers.regenerate)
     names = [samples[i].conversation or samples[i].sample_id for i in fits]
     names = [chats.get(name, name) for name in names]  # else a held-out answer stands in what is learned from
     if not recipe.answers.regenerate and (again := len(chats) - len({*chats.values()})):

@@ -60,8 +60,8 @@ class LossOutput:
     """The sums over one batch; divide the loss by the global sum of `loss_divisor`, metrics by that of `step_rows`.
 
     loss_sum: scalar with gradient, the sum over steps k of their weight times the sum over rows. rows: N, the rows
-    of step 0, dropped ones included. Per step, [S] without gradient: step_loss, the (weighted) sum of
-    row losses before that weight; step_rows, the supervised rows, dropped ones included; step_correct, those where the
+    of step 0, dropped ones included. Per step, [S] without gradient: step_loss, the sum of
+    row losses before that weight and those of documents; step_rows, the supervised rows, dropped ones included; step_correct, those where the
     draft's argmax is the target's; step_acceptance, the sum over rows of sum_x min(p(x), q(x)), p over all V.
     tuned: [4] without gradient, where the head tunes its target, else None: the sums over the target's rows of its loss
     (weighted), of KL(original || tuned) and of the rows where both have the same argmax; the number of rows.
@@ -210,8 +210,9 @@ class _RowTerms:
             for share, logits_RW in zip(shares, others, strict=bool(others)):
                 log_besides_RW = torch.log_softmax(logits_RW, -1, dtype=torch.float32)
                 loss_R = torch.add(loss_R, self.loss_of(piece, log_besides_RW, trained_R), alpha=share)
-        loss_R = loss_R if self.weights is None else loss_R * self.weights[piece.rows]
-        total, choice = loss_R @ slot_R, None
+        # The figures are of rows alike, whatever these weigh.
+        weights_R = None if self.weights is None else self.weights[piece.rows]
+        total, choice = (loss_R if weights_R is None else loss_R * weights_R) @ slot_R, None
         if source.rounds is None:
             total = total + self._restarted(piece, trained_R).sum()
         if source.selector is not None:
@@ -220,16 +221,16 @@ class _RowTerms:
             choice = choose(log_q_RW, teacher, label_R, source.selector, piece.inputs[1:])
             known_R = kept_R & (label_R >= 0)
             own_R = (1.0 if self.spec.selector_weight is None else self.spec.selector_weight) * known_R * choice.loss_R
-            own_R = own_R if self.weights is None else own_R * self.weights[piece.rows]
-            total = total + own_R @ self._slots(piece, choice.loss_R, known_R)
+            weighed_R = own_R if weights_R is None else own_R * weights_R
+            total = total + weighed_R @ self._slots(piece, choice.loss_R, known_R)
             loss_R = loss_R + own_R
         with torch.no_grad():
             correct_R = log_q_RW.max(-1).indices == teacher.best  # on a CPU in half of the time of argmax
-            weights_R = [slot_R * trained_R] if spec.dpace else []
+            slots = [slot_R * trained_R] if spec.dpace else []
             if choice is None:
-                figures = [loss_R, correct_R, acceptance(log_q_RW, teacher), *weights_R]
+                figures = [loss_R, correct_R, acceptance(log_q_RW, teacher), *slots]
             else:
-                figures = [loss_R, choice.correct_R, choice.acceptance_R, *weights_R, correct_R, choice.recalled_R]
+                figures = [loss_R, choice.correct_R, choice.acceptance_R, *slots, correct_R, choice.recalled_R]
             step_RS = piece.of_steps(piece.plan.places_SS)
             into_FR = loss_R.new_empty(len(figures), len(loss_R), dtype=step_RS.dtype)
             figures_FR = torch.stack(figures, out=into_FR)

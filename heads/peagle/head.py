@@ -63,6 +63,7 @@ class PEagleHead(FusedHead):
         super().__init__(options, *others)
         assert options.mask_token_id is not None
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+        self.trains = replace(self.trains, no_decay=("mask_hidden",))
 
     def supervised(self, batch: TrainBatch) -> Iterator[Tensor]:
         """Yield the rows of docs/algorithms.md, rule 1; in training a sample of them from depth 1 on, which the documents'

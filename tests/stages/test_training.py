@@ -263,7 +263,7 @@ def test_requests_of_a_chat_are_held_out_together(capsys: pytest.CaptureFixture[
         recipe = Recipe(data=DataSpec(heldout=8), answers=AnswersSpec(regenerate=regenerate))
         train, heldout = split_samples(cast(Any, SimpleNamespace(recipe=recipe, conversations=rows)), samples)
         chats = [{rows[i].id.rpartition("-")[0] for i in part} for part in (train, heldout)]
-        assert len(heldout) == 8
+        assert len(heldout) in (8, 9)  # with the prompt, which begins a chat
         assert not chats[0] & chats[1]
         warned = "36 of 49 rows begin as another one up to its first answer" in capsys.readouterr().err
         assert warned == (not regenerate)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from draftsmith.data.conversations import load
-from draftsmith.data.conversations.load import Conversation, load_conversations
+from draftsmith.data.conversations.load import Conversation, find_chats, load_conversations
 from draftsmith.data.conversations.shapes import drop_nulls
 from draftsmith.errors import UserError
 from draftsmith.progress import warn_anew
@@ -294,3 +294,29 @@ def test_rows_that_were_rendered_otherwise_are_warned_of(tmp_path, capsys):
     warn_anew()
     assert len(read_conversations(EvaluateSpec(), [str(tmp_path / "log.jsonl")], {"a": 1})) == 4
     assert "1 rows" in capsys.readouterr().err, "of prompts to measure on, too"
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_rows_of_the_same_first_question_are_one_chat(answered: bool) -> None:
+    """Which the target answers alike, whatever stands there for an answer; where that is learned, it counts too."""
+
+    def row(name: str, *turns: tuple[str, str]) -> Conversation:
+        return Conversation(name, "s", tuple({"role": role, "content": content} for role, content in turns))
+
+    ask, other, hello = ("user", "why?"), ("user", "how?"), ("assistant", "Hello!")
+    rows = [
+        row("prompt", ask),
+        row("same prompt", ask),
+        row("one answer", ask, ("assistant", "so")),
+        row("another", ask, ("assistant", "no")),
+        row("longer", ask, ("assistant", "so"), other, ("assistant", "thus")),
+        row("greeted", hello, ask, ("assistant", "so")),
+        row("greeted, asks otherwise", hello, other, ("assistant", "so")),
+        row("greeted alone", hello),
+    ]
+    alone = {row.id: row.id for row in rows}
+    chats = find_chats(rows, answered=answered)
+    if answered:
+        assert chats == alone | {"same prompt": "prompt", "longer": "one answer"}
+    else:
+        assert chats == alone | dict.fromkeys(("same prompt", "one answer", "another", "longer"), "prompt")

@@ -151,6 +151,16 @@ def test_the_divisor_makes_batches_additive(normalize, target):
     torch.testing.assert_close(total, expected)
 
 
+def test_the_losses_of_steps_are_those_of_rows_however_these_weigh(target, batch):
+    """They are shown as means per row, and compared between trainings."""
+    output = random_output(batch, len(VOCAB))
+    shown = [
+        head_loss(output, batch, target.head, VOCAB, LossSpec(normalize=name)).step_loss
+        for name in ("rows", "sequence")
+    ]
+    torch.testing.assert_close(shown[1], shown[0])
+
+
 def test_the_teacher_is_the_distribution_on_the_draft_vocabulary(target, batch):
     whole = make_teacher(batch, torch.arange(4, 30), target.head, VOCAB)
     assert (whole.mass < 1).all()

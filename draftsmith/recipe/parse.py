@@ -169,6 +169,7 @@ def parse_recipe(
     parser = _parser_of(method, find_method(method).options_class, tuple(names), prog, description)
     if "head" in content:
         content |= _tidy(_where(path), {"head": content.pop("head")}, {"head": find_method(method).options_class})
+    argv = _replacing(content, argv)
     texts = _texts_of_template(content.get("data", {}).get("template"), argv)  # the parser changes what it reads
     try:
         base = parser.parse_object(content) if content else parser.get_defaults()
@@ -193,6 +194,19 @@ def _in_home(value: Any) -> Any:
     if isinstance(value, str) and (found := re.match(r"(--[\w.]+=)?(?=~/)", value)):
         return found[0] + os.path.expanduser(value[found.end() :])
     return value
+
+
+def _replacing(content: dict[str, Any], argv: list[str]) -> list[str]:
+    """Return the words without lists of sections that a later word gives anew, and take those out of `content`: the parser would keep
+    what is left out in an item from the one at its place."""
+    for name in _ITEMS:
+        places = [i for i, word in enumerate(argv) if word.partition("=")[0] == f"--{name}"]
+        if places:
+            section, _, key = name.partition(".")
+            content.get(section, {}).pop(key, None)
+        for i in reversed(places[:-1]):
+            argv = argv[:i] + argv[i + 1 + ("=" not in argv[i]) :]
+    return argv
 
 
 def _texts_of_template(given: Any, argv: Sequence[str]) -> dict[str, str]:

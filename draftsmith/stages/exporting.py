@@ -28,7 +28,7 @@ from draftsmith.progress import say
 from draftsmith.recipe.schema import Recipe
 from draftsmith.stages.evaluation import prompts_of, result_files
 from draftsmith.stages.session import Session
-from draftsmith.storage import write_text
+from draftsmith.storage import fingerprint, write_text
 from draftsmith.target.target import Target
 
 
@@ -91,24 +91,21 @@ def export_stage(session: Session) -> Path:
         target = head.verifier(original)
         # What the heads' configuration names as their target.
         target.path = str(tuned_folder.absolute()) if kind == "merge" else target_reference(original)
-    inputs = {
-        "head": head_digest(folder),
-        "target": session.target.fingerprint,
-        # What else the files hold of the target: its name, the dtype unless one is named, and with whole models the rest.
-        "target.reference": target_reference(session.target),
-        "target.dtype": session.target.dtype_name if spec.dtype == "auto" else None,
-        "identity": {name: getattr(now, name) for name in ("tokenizer", "chat_template", "eos_ids")},
-        # Not the layout: one run may be exported for several engines.
-        "export": fingerprint_fields(spec, ["layout", "engine_version"]),
-        "num_speculative_tokens": options["num_speculative_tokens"],
-    }
+    inputs = _inputs(session, options["num_speculative_tokens"])
+    told = {"planned": _planned(session, head.method), "rendered": rendered_by(asdict(recipe.data))}
+    known = _told(session)
+    places = [one for one in (destination, tuned_folder) if one is not None]
+    kept = session.run.holds("export", inputs) and destination.exists()
+    if kept and known.get(destination.name, _NOTHING) != fingerprint(told):
+        say("export: made again, as prompts are rendered otherwise or an evaluation has chosen other draft lengths")
+        kept, places = False, [*places, destination / "stale"]  # which is never there
     files = convert_head(head, target, **options)  # refuses before an old export is removed
-    if "export" not in session.redo and not (session.run.holds("export", inputs) and destination.exists()):
+    if "export" not in session.redo and not kept:
         check_replaceable(destination, replaced_files(destination, files))
         if tuned_folder is not None:
             check_replaceable(tuned_folder, replaceable(tuned_folder))
     verdict = _against(session)
-    if session.begin("export", inputs, [one for one in (destination, tuned_folder) if one is not None]):
+    if session.begin("export", inputs, places):
         if (readme := destination / README).is_file():
             said = read_text(readme, "remove it, and run again")
             if said and (renewed := open_with(verdict, said)) != said:  # by an evaluation since
@@ -120,13 +117,39 @@ def export_stage(session: Session) -> Path:
     else:
         options |= _write_tuned(session, head, target, kind, tuned_folder)
         say(f"export: {tuned_folder}")
-    options |= {"planned": _planned(session, head.method), "verdict": verdict, "again": session.again}
-    options["rendered"] = rendered_by(asdict(recipe.data))
+    options |= {**told, "verdict": verdict, "again": session.again}
     beside = partial(_write_parity, session, target, str(options["layout"]))
     export_head(head, target, destination, history=_history(session, head.method), beside=beside, **options)
-    session.finish("export", {"folders": sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())})
+    folders = sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())
+    session.finish("export", {"folders": folders, "told": known | {destination.name: fingerprint(told)}})
     say(f"export: {destination}")
     return destination
+
+
+def _inputs(session: Session, tokens: int) -> dict[str, Any]:
+    """Return what an export of `tokens` drafted ones depends on, as run.json records it."""
+    spec, now = session.recipe.export, session.target.identity
+    return {
+        "head": head_digest(session.head_folder),
+        "target": session.target.fingerprint,
+        # What else the files hold of the target: its name, the dtype unless one is named, and with whole models the rest.
+        "target.reference": target_reference(session.target),
+        "target.dtype": session.target.dtype_name if spec.dtype == "auto" else None,
+        "identity": {name: getattr(now, name) for name in ("tokenizer", "chat_template", "eos_ids")},
+        # Not the layout: one run may be exported for several engines.
+        "export": fingerprint_fields(spec, ["layout", "engine_version"]),
+        "num_speculative_tokens": tokens,
+    }
+
+
+_NOTHING = fingerprint({"planned": (), "rendered": rendered_by({})})
+"""What exports of earlier versions tell."""
+
+
+def _told(session: Session) -> dict[str, str]:
+    """Return by folder a fingerprint of what the README and the parity bundle of the run's exports say of prompts and draft lengths."""
+    record = session.run.record("export")
+    return {} if record is None else record.facts.get("told", {})
 
 
 def _history(session: Session, method: str) -> History:

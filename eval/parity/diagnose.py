@@ -193,17 +193,21 @@ def _drafts(bundle: Bundle, pairs: _Pairs, ends: Collection[int], ties: tuple[st
 
     missed, rule = matches(RIGHT)
     differ: list[tuple[tuple[int, int], str]] = []
+    near = list[tuple[tuple[int, int], str]]()
     for prompt, one in missed:
         place, what, margin = _first(rule(prompt.answer(), prompt, ends), prompt, one)
         # Where tokens are not told, a near tie anywhere may be the reason; on most prompts it is not.
-        if margin <= bundle.budget and (one.names_drafts or len(missed) * 2 <= len(pairs)):
-            ties = (*ties, what)
-        else:
-            differ.append((place, what))
+        excused = margin <= bundle.budget and (one.names_drafts or len(missed) * 2 <= len(pairs))
+        (near if excused else differ).append((place, what))
+    left = {name: len(matches(name)[0]) for name in (BONUS, *bundle.faults)} if missed else {}
+    fewest = min(left.values(), default=len(missed))
+    if (
+        not differ and len(near) > 1 and not fewest
+    ):  # several near ties do not happen to be what a fault gives everywhere
+        differ, near = near, []
+    ties = (*ties, *(what for _, what in near))
     if not differ:
         return Verdict(ties=ties)
-    left = {name: len(matches(name)[0]) for name in (BONUS, *bundle.faults)}
-    fewest = min(left.values())
     named = [name for name in left if left[name] == fewest and len(pairs) - fewest >= _MOST * len(pairs)]
     causes = tuple(named) if fewest < len(missed) and named else _unforetold(bundle, pairs)
     # Weights that are not the head's are hardly ever accepted, and by counts look like any foretold fault that is not either.

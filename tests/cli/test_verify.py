@@ -174,6 +174,35 @@ def test_what_cannot_be_verified_is_refused(export: Path, tmp_path: Path, capsys
             assert said.count("\n") == 1
 
 
+def test_an_export_is_made_again_where_prompts_are_rendered_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its README starts engines so, and its bundle is asked so."""
+    folder = make_workplace(tmp_path)
+    head = save_untrained(folder)
+    (folder / "other.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}{{ kind }}<assistant>"
+    )
+    words = [
+        "export",
+        "--recipe",
+        str(folder / "recipe.yaml"),
+        "--output_dir",
+        str(folder / "run"),
+        "--head",
+        str(head),
+    ]
+    words += ["--data.chat_template", str(folder / "other.jinja")]
+    made = folder / "run" / "export" / "eagle3"
+    for kind in ("a", "b"):
+        assert main([*words, "--data.template", json.dumps({"kind": kind})]) == 0
+        assert read_bundle(made).template == {"kind": kind}
+        assert json.dumps({"kind": kind}) in (made / "README.md").read_text()
+    assert "export: made again" in capsys.readouterr().err
+    assert main([*words, "--data.template", '{"kind": "b"}']) == 0
+    assert capsys.readouterr().err.endswith(f"export: reusing {made}\n")
+
+
 @pytest.mark.parametrize("unasked", [0, 4])
 def test_servers_are_sent_what_the_template_was_given_and_no_penalty(
     unasked: int, export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

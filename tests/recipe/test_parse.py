@@ -309,3 +309,25 @@ def test_the_home_folder_is_known_wherever_a_text_begins_with_it(
     assert (found.run_dir, found.data_path) == (Path("/home/me/runs/x"), Path("/home/me/d"))
     assert (found.target.path, found.train.warm_start) == ("/home/me/models/t", "/home/me/head")
     assert found.data.sources == ["/home/me/a.jsonl", "a~/b"]
+
+
+def test_a_list_of_sections_is_replaced_whole(tmp_path: Path) -> None:
+    """The parser would keep what an item leaves out from the one at its place, lossy acceptance for one."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "target: {path: m}\ndata: {sources: [d.jsonl]}\nevaluate:\n  drafts: [{tree: medusa_63, acceptance: typical, weights: int8}]\n"
+        "  baselines: [{kind: suffix, outputs: a.jsonl, alpha: 4}]\n"
+    )
+    given = ["--recipe", str(file)]
+    assert parse_recipe(given).evaluate.drafts[0].weights == "int8"
+    for words in (
+        ["--evaluate.drafts", "[{tree: chain}]"],
+        ["--evaluate.drafts=[{tree: chain}]"],
+        ["--evaluate.drafts", "[{tree: chain, window: 64}]", "--seed=1", "--evaluate.drafts", "[{tree: chain}]"],
+        ["--evaluate.drafts=[{tree: chain, window: 64}]", "--evaluate.drafts", "[{tree: chain}]"],
+    ):
+        assert parse_recipe([*given, *words]).evaluate.drafts == [DraftSpec()], words
+    kept = parse_recipe([*given, "--evaluate.baselines", "[{kind: suffix}]"]).evaluate
+    assert (kept.baselines[0].outputs, kept.baselines[0].alpha, kept.drafts[0].weights) == (None, None, "int8")
+    more = parse_recipe([*given, "--evaluate.drafts+", "{tree: chain}"]).evaluate.drafts
+    assert [one.tree for one in more] == ["medusa_63", "chain"]

@@ -392,7 +392,7 @@ def test_an_export_starts_engines_with_the_planned_draft_length(
     lowered = replace(rules, num_speculative_tokens=2, by_batch=((1, 1, 2), (2, 4, 0)))
     write_json(evaluated / "routing.json", asdict(lowered))
     try:
-        assert main(["export", *words, "--redo", "export"]) == 0
+        assert main(["export", *words]) == 0
     finally:
         write_json(evaluated / "routing.json", asdict(rules))
     text = readme.read_text()
@@ -402,6 +402,11 @@ def test_an_export_starts_engines_with_the_planned_draft_length(
     )
     assert "batch 1, none at batch 2 to 4" in text
     assert '"num_speculative_tokens_per_batch_size": [[1, 1, 2], [2, 4, 0]]' in text
+    assert "export: made again, as prompts are rendered otherwise" in capsys.readouterr().err
+    assert main(["export", *words]) == 0
+    assert main(["export", *words]) == 0
+    assert "made again" in (said := capsys.readouterr().err)
+    assert said.endswith(f"export: reusing {readme.parent}\n"), "but once"
 
 
 def test_the_readme_of_an_export_says_first_that_the_head_does_not_pay(evaluated: Path, words: list[str]) -> None:

@@ -116,3 +116,18 @@ def test_what_looks_the_same_is_said_though_another_prompt_left_at_a_near_tie() 
     assert not_told(bundle, [SEEN, replace(SEEN, id="q")]) == ("half precision",)
     assert not_told(bundle, [SEEN, left]) == ("half precision",)
     assert not_told(bundle, [left, replace(left, id="q")]) == ("layer + 1", "half precision")
+
+
+@pytest.mark.parametrize(("wrong", "causes"), [(0, ()), (1, ()), (2, ("layer + 1",))])
+def test_near_ties_are_none_where_a_fault_gives_all_that_is_told(wrong: int, causes: tuple[str, ...]) -> None:
+    """In bf16 hardly an answer is without a near tie: sums that are a fault's own on several prompts are that fault."""
+    prompts = tuple(replace(PROMPT, id=str(i)) for i in range(5))
+    own = ((0, 11, 30), (1, 12, 31), (0, 14, 32))  # of three rounds, one accepted
+    faults = {"layer + 1": tuple(own if i < wrong else PROMPT.rounds for i in range(5)), "another": (own,) * 5}
+    bundle = replace(BUNDLE, prompts=prompts, faults=faults)
+    seen = [Seen(str(i), PROMPT.answer_ids, None, 6 if i < wrong else 4, 1) for i in range(5)]
+    verdict = diagnose(bundle, seen)
+    assert verdict.causes == causes
+    assert len(verdict.ties) == (0 if causes else wrong)
+    # What nothing foretells stays a near tie.
+    assert diagnose(replace(bundle, faults={"another": (own,) * 5}), seen).right

@@ -75,7 +75,11 @@ def load_conversations(
     """
     if isinstance(sources, str):
         sources = [sources]
-    files = [rows for source in sources for rows in _open_source(str(source), split, streaming=limit is not None)]
+    files = [
+        rows
+        for source in sources
+        for rows in _open_source(str(source), split, streaming=limit is not None and "[" not in split)
+    ]
     if limit is None:
         rows: Iterator[_Row] = (row for file in files for row in file)
     else:

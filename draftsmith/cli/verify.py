@@ -22,6 +22,7 @@ from draftsmith.eval.parity.bundle import Bundle, read_bundle
 from draftsmith.eval.parity.diagnose import Seen, diagnose, not_told
 from draftsmith.eval.parity.swap import Side, swap
 from draftsmith.eval.results.intervals import FEWEST_PROMPTS
+from draftsmith.foreign.text import read_object
 from draftsmith.heads.formats.recognise import load_head
 from draftsmith.heads.quantized import BITS, quantize_head
 from draftsmith.machine import command_line, environment_json
@@ -147,10 +148,25 @@ def start_and_ask(
                 raise UserError(
                     f"vLLM is not started here on the layout {bundle.layout} of {export}: start it as its README says, and give verify its --url."
                 )
+            if speculative is None:
+                _check_verifier(export, target)
             settings = VllmSettings(home, model, speculative, context, bundle.eos_ids)
             run = run_vllm(settings, [prompt.request for prompt in bundle.prompts], Path(work))
             return f"vLLM {run.version}", [_seen(within_text(answer)) for answer in run.answers[0.0]], ()
         return _ask_llama(export, bundle, home, target, Path(work), context, pre_tokenizer)
+
+
+def _check_verifier(export: Path, target: Path) -> None:
+    """Raise UserError where the target that an export in speculators' form names, which vLLM loads, is not `target`."""
+    config = read_object(export / "config.json", "export it again")
+    section = config.get("speculators_config")
+    verifier = section.get("verifier") if isinstance(section, dict) else None
+    named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    if isinstance(named, str) and named != str(target) and Path(named).resolve() != target.resolve():
+        raise UserError(
+            f"vLLM loads the target that {export / 'config.json'} names, {named}, not --target {target}: give that one, or export again with "
+            "the other as target.path."
+        )
 
 
 def _ask_llama(

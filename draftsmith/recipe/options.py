@@ -6,6 +6,8 @@ chosen, words = take_options(words, [LAUNCH])      # chosen.launch, and what is 
 
 import argparse
 import math
+import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -42,13 +44,26 @@ class Option:
         parser.add_argument(name, metavar=value[0], help=self.help, **kind)
 
 
+def in_home(value: Any) -> Any:
+    """Return a word or the values of a recipe with ~/ at the beginning of texts as the home folder: a shell knows it in some places alone."""
+    if isinstance(value, dict):
+        return {key: in_home(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [in_home(item) for item in value]
+    if isinstance(value, str) and re.match(r"(--[\w.]+=)?\[", value):
+        return re.sub(r"(?<=[\[,\s'\"])~/", os.path.expanduser("~/"), value)
+    if isinstance(value, str) and (found := re.match(r"(--[\w.]+=)?(?=~/)", value)):
+        return found[0] + os.path.expanduser(value[found.end() :])
+    return value
+
+
 def take_options(words: Sequence[str], options: Sequence[Option]) -> tuple[argparse.Namespace, list[str]]:
     """Return the values of `options`, and the words that are none of them. Raises UserError for a value that is missing, not
     wanted or refused by its type."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for one in options:
         one.add_to(parser)
-    names = {one.name for one in options}
+    names, words = {one.name for one in options}, [in_home(word) for word in words]
     for word, after in pairwise((*words, "-")):
         name, equals, value = word.partition("=")
         if name in names and not (value if equals else after):

@@ -24,7 +24,7 @@ from draftsmith.foreign.text import parse_yaml, read_yaml
 from draftsmith.heads.losses.spec import describe_kinds
 from draftsmith.heads.registry import find_method, method_names
 from draftsmith.recipe.evaluate import BaselineSpec, DraftSpec
-from draftsmith.recipe.options import Option
+from draftsmith.recipe.options import Option, in_home
 from draftsmith.recipe.schema import Recipe
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -139,7 +139,7 @@ def parse_recipe(
     path = _option(argv, "--recipe")
     if path == "":
         raise UserError("--recipe is empty: name a file, or one of those that `draftsmith recipes` lists.")
-    source, argv = _where(path), [_in_home(word) for word in argv]
+    source, argv = _where(path), [in_home(word) for word in argv]
     for word, after in pairwise((*argv, "")):
         if word.startswith("--"):
             key, equals, value = word[2:].partition("=")
@@ -158,7 +158,7 @@ def parse_recipe(
                 f"The recipe {path} is not a mapping of keys: `draftsmith recipes eagle3/tiny` shows the form."
             )
         _check_texts(read, "", path)
-        content = _tidy(source, _in_home(read), get_type_hints(Recipe))
+        content = _tidy(source, in_home(read), get_type_hints(Recipe))
     method = _option(argv, "--method") or content.get("method", "eagle3")
     names = method_names()
     if method not in names:
@@ -183,17 +183,6 @@ def parse_recipe(
         raise UserError(f"{_where(path)}{_sentence(str(error), parser, options)}") from error
     except UserError as error:
         raise UserError(f"{_where(path)}{error}") from error
-
-
-def _in_home(value: Any) -> Any:
-    """Return a word or the values of a recipe with ~/ at the beginning of texts as the home folder: a shell knows it in some places alone."""
-    if isinstance(value, dict):
-        return {key: _in_home(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_in_home(item) for item in value]
-    if isinstance(value, str) and (found := re.match(r"(--[\w.]+=)?(?=~/)", value)):
-        return found[0] + os.path.expanduser(value[found.end() :])
-    return value
 
 
 def _replacing(content: dict[str, Any], argv: list[str]) -> list[str]:

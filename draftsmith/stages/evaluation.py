@@ -75,8 +75,8 @@ def evaluate_stage(session: Session, *, decode: bool = True) -> list[Path]:
         _complete_costs(session, prompts, drafters, paths[0])
 
     def report() -> None:
-        results, costs = [read_result(path) for path in paths], folder / COSTS if (folder / COSTS).is_file() else None
-        past = None
+        results, past = [read_result(path) for path in paths], None
+        costs = folder / COSTS if spec.plan_batches and (folder / COSTS).is_file() else None
         try:
             past = read_history(run) if session.named_head is None else None
         except UserError as error:  # a damaged log costs no result
@@ -206,7 +206,8 @@ def _inputs(session: Session, stage: str, drafters: list[SystemUnderTest], promp
     if stage == "evaluate":  # which is timed
         timed = {"device": session.device.split(":")[0]}
         inputs |= timed | {"target.attn_implementation": recipe.target.attn_implementation}
-        inputs |= {"target.tensor_parallel": recipe.target.tensor_parallel} if recipe.target.shared else {}
+        split = {"tensor_parallel": recipe.target.tensor_parallel, "gpus": recipe.target.gpus}
+        inputs |= {f"target.{key}": count for key, count in split.items() if count > 1}
     if original is not None:
         return inputs | {"original": original.fingerprint}
     # Results stay valid where the original that a finished stage was compared with is gone since.

@@ -120,6 +120,7 @@ def export_stage(session: Session) -> Path:
     options |= {**told, "verdict": verdict, "again": session.again}
     beside = partial(_write_parity, session, target, str(options["layout"]))
     export_head(head, target, destination, history=_history(session, head.method), beside=beside, **options)
+    destination.with_name(f"{destination.name}.gguf").unlink(missing_ok=True)  # of the head that was exported before
     folders = sorted(str(path) for path in destination.parent.iterdir() if path.is_dir())
     session.finish("export", {"folders": folders, "told": known | {destination.name: fingerprint(told)}})
     say(f"export: {destination}")

@@ -2,6 +2,8 @@
 
 import torch
 
+from draftsmith.data.conversations.left_out import some_of
+from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.features.store import readable_bytes
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost
@@ -66,6 +68,8 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
         )
     if evaluating:
         look_at(session, conversations_of(session), learned=False)
+        if learning:
+            _warn_of_learned_prompts(session)
         check_named_drafters(recipe)
     untrained = _check_initial_head(session, exporting=command == "run") if making else None
     if untrained is not None:
@@ -84,6 +88,25 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
         heads = {untrained.method: untrained} | load_compared(recipe, target, untrained.method, session.warn)
     longest, compared = prompts_of(session, target).longest_text, session.original is not None
     return select_drafters(recipe, heads, target, longest, session.tokenizer, session.warn, compared=compared)
+
+
+def _warn_of_learned_prompts(session: Session) -> None:
+    """Warn of prompts to measure on that the data to learn from hold, too."""
+    prompts: dict[str, list[Conversation]] = {}  # by the first message, so that few are compared with each row
+    for one in conversations_of(session):
+        prompts.setdefault(str(one.messages[0]), []).append(one)
+    learned = {
+        prompt.id
+        for row in session.conversations
+        for prompt in prompts.get(str(row.messages[0]), ())
+        if row.messages[: len(asked := prompt.prompt())] == tuple(asked)
+    }
+    if learned:
+        count = sum(map(len, prompts.values()))
+        session.warn(
+            f"{len(learned)} of the {count} prompts of evaluate.prompts ({some_of(sorted(learned))}) are in data.sources, too: what a head reaches on "
+            "prompts that it has learned says little of others; take them out of one of the two (data.split, evaluate.split)."
+        )
 
 
 def _warn_of_settings_without_effect(recipe: Recipe, making: bool, learning: bool) -> None:

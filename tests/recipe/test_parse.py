@@ -13,6 +13,7 @@ from draftsmith.decoder.trees import DynamicTree
 from draftsmith.errors import UserError
 from draftsmith.heads.registry import methods
 from draftsmith.recipe.evaluate import DraftSpec, EvaluateSpec
+from draftsmith.recipe.options import Option, take_options
 from draftsmith.recipe.parse import parse_recipe
 
 pytestmark = pytest.mark.full
@@ -309,6 +310,12 @@ def test_the_home_folder_is_known_wherever_a_text_begins_with_it(
     assert (found.run_dir, found.data_path) == (Path("/home/me/runs/x"), Path("/home/me/d"))
     assert (found.target.path, found.train.warm_start) == ("/home/me/models/t", "/home/me/head")
     assert found.data.sources == ["/home/me/a.jsonl", "a~/b"]
+    for words in (["--data.sources", "[~/b.jsonl, 'a~/b', \"~/c\"]"], ["--data.sources=[~/b.jsonl,a~/b, ~/c]"]):
+        again = parse_recipe(["--recipe", str(path), *words])
+        assert again.data.sources == ["/home/me/b.jsonl", "a~/b", "/home/me/c"]
+    option = Option("--output FOLDER", "", Path)
+    for words in (["--output=~/r"], ["--output", "~/r"]):
+        assert take_options(words, [option])[0].output == Path("/home/me/r")
 
 
 def test_a_list_of_sections_is_replaced_whole(tmp_path: Path) -> None:

@@ -91,6 +91,18 @@ def test_rows_that_the_template_refuses_are_left_out_where_asked(
     assert "data.on_refused: 2 of 70" in capsys.readouterr().err  # said again with what was stored
 
 
+def test_prompts_that_are_learned_are_said(workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"id": f"r{i}", "messages": [{"role": "user", "content": f"ask {i}"}]} for i in range(30)]
+    answered = [row | {"messages": [*row["messages"], {"role": "assistant", "content": "Yes."}]} for row in rows]
+    for name, some in (("learned", answered[:20]), ("both", rows[15:]), ("others", rows[20:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    for name, said in (("both", True), ("others", False)):
+        words = [f"--data.sources=[{tmp_path / 'learned.jsonl'}]", f"--evaluate.prompts=[{tmp_path / f'{name}.jsonl'}]"]
+        preflight(session_of(workplace, tmp_path, "eagle3", {}, *words, "--data.heldout=4"), "run")
+        told = "5 of the 15 prompts of evaluate.prompts (r15, r16, r17, ...) are in data.sources, too"
+        assert (told in capsys.readouterr().err) == said
+
+
 @pytest.mark.parametrize("method", ["dflash", "dspark", "peagle"])
 def test_a_mask_token_that_texts_hold_is_said(
     method: str, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

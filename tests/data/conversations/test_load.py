@@ -114,7 +114,12 @@ def test_hub_name(monkeypatch):
     found = load_conversations(["org/some-talk:small"], split="test", slice="chat")
     assert found[0] == Conversation("some-talk-1", "chat", (Q, A))
     load_conversations(["org/talk"], limit=1)
-    assert asked == [("org/some-talk", "small", "test", False), ("org/talk", None, "train", True)]
+    load_conversations(["org/talk"], limit=1, split="train[:95%]")  # a part of a split cannot be streamed
+    assert asked == [
+        ("org/some-talk", "small", "test", False),
+        ("org/talk", None, "train", True),
+        ("org/talk", None, "train[:95%]", False),
+    ]
     with pytest.raises(
         UserError, match=r"no file or folder org/missing, and the Hub data set .*Couldn't reach"
     ) as error:

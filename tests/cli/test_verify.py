@@ -226,6 +226,35 @@ def test_servers_are_sent_what_the_template_was_given_and_no_penalty(
     assert main(["verify", str(folder), "--url", "http://x", "--home", "y"]) == 2
 
 
+def test_vllm_is_not_asked_of_another_target_than_it_loads(
+    export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder in speculators' form names it, whatever --target says."""
+    folder = export.parents[2]
+    words = [
+        "--recipe",
+        str(folder / "recipe.yaml"),
+        "--head",
+        str(folder / "head"),
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
+    assert main(["export", *words, "--export.layout", "eagle3_speculators"]) == 0
+    other = shutil.copytree(folder / "target", tmp_path / "other")
+    asked = [
+        "verify",
+        str(tmp_path / "run" / "export" / "eagle3_speculators"),
+        "--engine",
+        "vllm",
+        "--home",
+        str(tmp_path),
+    ]
+    assert main([*asked, "--target", str(other)]) == 2
+    assert f"names, {folder / 'target'}, not --target {other}: give that one" in capsys.readouterr().err
+    assert main([*asked, "--target", str(folder / "target")]) == 2  # as there is no vLLM
+    assert "not --target" not in capsys.readouterr().err
+
+
 def test_a_target_with_an_adapter_is_asked_by_its_name(
     export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

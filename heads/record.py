@@ -11,6 +11,7 @@ import torch
 
 from draftsmith.errors import UserError
 from draftsmith.foreign.records import read_dataclass
+from draftsmith.heads.files import HEAD_WEIGHTS
 from draftsmith.storage import fingerprint, sha256_file, write_json
 from draftsmith.target.folder import read_object
 from draftsmith.target.identity import CHANGES_OUTPUT, TargetIdentity, compare
@@ -103,9 +104,12 @@ class Passport:
     schema_version: int = 2
 
     def changed(self, folder: Path) -> list[str]:
-        """Return the names of the files that are gone from the folder of the export, or are others than were exported."""
+        """Return the names of the files that are gone from the folder of the export, or are others than were exported, and of files with
+        weights that were added to it: readers, engines too, may take them for the head's."""
         paths = {name: folder / name for name in self.files}
-        return [name for name, path in paths.items() if not path.is_file() or sha256_file(path) != self.files[name]]
+        others = [name for name, path in paths.items() if not path.is_file() or sha256_file(path) != self.files[name]]
+        added = [name for name in HEAD_WEIGHTS if self.files and name not in paths and (folder / name).is_file()]
+        return [*others, *added]
 
 
 def write_passport(folder: Path, passport: Passport) -> None:

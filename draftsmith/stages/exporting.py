@@ -21,7 +21,7 @@ from draftsmith.heads.export.readme import README, open_with
 from draftsmith.heads.export.tuned import FOLDERS, replaceable, write_adapter, write_merged
 from draftsmith.heads.formats.engines import ADAPTER_NAME, ENGINES, Adapter
 from draftsmith.heads.formats.layout import default_layout, find_layout, layouts_of, version_notice
-from draftsmith.heads.formats.recognise import head_digest, load_head
+from draftsmith.heads.formats.recognise import earlier_digest, head_digest, load_head
 from draftsmith.heads.formats.schema import rendered_by, target_reference
 from draftsmith.heads.record import History, Measured, Trained, check_made_for, read_record
 from draftsmith.progress import say
@@ -221,7 +221,8 @@ def _against(session: Session) -> str:
 def _evaluated(session: Session, name: str) -> Path | None:
     """Return a file of the run's evaluation, None where that was not of this head."""
     record, path = session.run.record("evaluate"), session.recipe.run_dir / "evaluation" / name
-    own = record is not None and record.inputs.get("head") == head_digest(session.head_folder)
+    digest = head_digest(session.head_folder)
+    own = record is not None and record.inputs.get("head") in (digest, earlier_digest(digest))
     return path if own and path.is_file() else None
 
 

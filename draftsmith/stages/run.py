@@ -5,7 +5,7 @@ runs/<name>/run.json  answers.jsonl  features/  train/  evaluation/t0/ t1/  expo
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from draftsmith.errors import UserError, one_line
 from draftsmith.foreign.text import read_object
+from draftsmith.heads.formats.recognise import earlier_digest
 from draftsmith.recipe.record import (
     FILES,
     FOLLOWERS,
@@ -36,6 +37,15 @@ from draftsmith.recipe.record import (
 from draftsmith.recipe.schema import Recipe
 from draftsmith.storage import EARLIER, claim, earlier, fingerprint, join, move, remove, sha256_file, sweep, write_json
 from draftsmith.train.process import world
+
+
+def _same(known: StageRecord, flat: Mapping[str, Any]) -> bool:
+    """Whether a stage was made from these inputs; an earlier version may have named the heads among them."""
+    before = dict(flat)
+    for key, value in flat.items():
+        if known.inputs.get(key) == earlier_digest(str(value)):
+            before[key] = known.inputs[key]
+    return known.fingerprint in (fingerprint(flat), fingerprint(before))
 
 
 class RunDirectory:
@@ -110,7 +120,7 @@ class RunDirectory:
     def check_unchanged(self, stage: str, inputs: dict[str, Any]) -> None:
         """Raise UserError, which names the settings that changed, where a stage's files were made from other inputs."""
         flat, known = flat_inputs(inputs), self.record(stage)
-        if known is None or known.fingerprint == fingerprint(flat) or not self.has_work(stage):
+        if known is None or _same(known, flat) or not self.has_work(stage):
             return
         if other := self.maker(stage):
             raise UserError(
@@ -196,7 +206,7 @@ class RunDirectory:
         file, for anything else that changed since: it would be taken for what the record says.
         """
         known = self.record(stage)
-        if known is None or known.state != "done" or known.fingerprint != fingerprint(flat_inputs(inputs)):
+        if known is None or known.state != "done" or not _same(known, flat_inputs(inputs)):
             return False
         if not (self.path / FILES[stage][0]).exists():
             return False

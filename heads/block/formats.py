@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Qwen3Config
 
 from draftsmith.errors import UserError
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.block.base import Head
 from draftsmith.heads.checkpoint import EMBEDDING, fill
 from draftsmith.heads.files import explain_config, read_config, read_weights
-from draftsmith.heads.formats.layout import Rule, Served, biased_target, more_than_a_matrix
+from draftsmith.heads.formats.layout import Rule, Served, biased_target, changed_embedding, more_than_a_matrix
 from draftsmith.heads.formats.llama_cpp import LLAMA_CPP_SILENT, llama_cpp_yarn, start_llama_cpp
 from draftsmith.heads.formats.published import (
     check_mask_token,
@@ -133,7 +134,7 @@ def read_block_config(
     section = config.get(SECTION)
     section = section if isinstance(section, dict) else {}
     with explain_config(path, "list of layer_types", "fetch the head again"):
-        kinds = set(config.get("layer_types") or ["full_attention"])
+        kinds, length = _attention(config)
     said = config["is_causal"] if config.get("is_causal") is not None else section.get("causal", section.get(CAUSAL))
     windowed = bool(section.get("use_swa")) or kinds == {"sliding_attention"}
     if windowed and said is None:
@@ -155,10 +156,20 @@ def read_block_config(
         if config.get(key, neutral) != neutral:
             raise not_computed(path, f"{key} {config[key]!r}")
     top = {key: config[key] for key in ("mask_token_id", "target_layer_ids", "block_size") if key in config}
-    window = section.get("swa_window_size", config.get("sliding_window")) if windowed else None
+    window = section.get("swa_window_size", length) if windowed else None
     if windowed and window is None:
         raise not_computed(path, "a sliding attention without a length")
     return {**config, **top, **section, "sliding_window": window}
+
+
+def _attention(config: Mapping[str, Any]) -> tuple[set[str], Any]:
+    """Return the kinds of attention that the layers have and the length of a window; what layer_types leaves out is what Qwen3's
+    configuration makes of the other keys, as engines read drafters by it."""
+    if config.get("layer_types") or not config.get("use_sliding_window"):
+        return set(config.get("layer_types") or ["full_attention"]), config.get("sliding_window")
+    keys = ("num_hidden_layers", "use_sliding_window", "sliding_window", "max_window_layers")
+    derived = Qwen3Config(**{key: config[key] for key in keys if key in config})
+    return set(derived.layer_types or ()), derived.sliding_window
 
 
 def read_sizes(path: Path, config: Mapping[str, Any], title: str, *keys: str) -> dict[str, Any]:
@@ -238,6 +249,12 @@ def no_embeddings(title: str) -> Rule:
     )
 
 
+def own_embeddings(title: str, instead: str) -> Rule:
+    """Return the rule of engines that draft through the target's input embeddings, whatever the head has."""
+    why = "takes the target's in silence"
+    return Rule(f"input embeddings of its own, for {title}", why, instead, changed_embedding)
+
+
 def bare_matrix(title: str) -> Rule:
     """Return the rule of engines that draft with the bare matrix of the target's output projection."""
     return Rule(f"{_BIASED}, a scale or a softcap, for {title}", _BARE, MEASURE_ALONE, more_than_a_matrix)
@@ -271,6 +288,7 @@ def served_by_llama_cpp(
             *rules,
             scaled,
             llama_cpp_yarn(title, f"export the layout {method} for vLLM"),
+            own_embeddings(title, f"export the layout {method} for vLLM, which keeps them"),
             ends or bare_matrix(title),
         ),
         caveats=(f"{LLAMA_CPP_SILENT} {shorter}", *caveats),

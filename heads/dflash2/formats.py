@@ -86,7 +86,12 @@ _VLLM = Served(
 )
 _SGLANG = Served(
     engines.start_sglang("DFLASH"),
-    rules=(_OWN_VOCABULARY, _BIAS, block.no_embeddings("DFlash2")),
+    rules=(
+        _OWN_VOCABULARY,
+        _BIAS,
+        block.no_embeddings("DFlash2"),
+        block.own_embeddings("DFlash2", "serve it with vLLM, which keeps them"),
+    ),
     caveats=(
         _LENGTH,
         "SGLang runs DFlash2 on GPUs alone. The root counts: a block of B slots is B draft tokens, of which B - 1 are drafted. Above "

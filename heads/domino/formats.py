@@ -51,6 +51,7 @@ _SGLANG = Served(
         ),
         block.bare_matrix("Domino"),
         block.no_embeddings("Domino"),
+        block.own_embeddings("Domino", block.MEASURE_ALONE),
     ),
     caveats=(
         "SGLang runs Domino on CUDA alone, with target and head in bfloat16 (`--dtype bfloat16` where config.json says another). The root counts: a block of B slots is B draft "

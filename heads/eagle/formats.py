@@ -35,6 +35,11 @@ from draftsmith.heads.formats.schema import (
 from draftsmith.target.target import Target
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_ELSEWHERE = {
+    "norm_before_fc": ((True, "norm_before_fc"),),
+    "norm_output": ((False, "return_hidden_post_norm"), (True, "return_hidden_post_norm")),  # TensorRT-LLM's name
+}
+"""Where else files say a flag: whether under `eagle_config`, and its name there."""
 NATIVE_LAYER, FLAT_LAYER = "layers.0.", "midlayer."
 AUX_LAYERS, AUX_COUNT = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
 SPECULATORS_CLASSES = {"eagle3": "Eagle3DraftModel", "peagle": "PEagleDraftModel"}
@@ -203,11 +208,7 @@ def read_fused(
     tensors = tidy(stored, file, target, names)
     draft_vocab = take_vocab(tensors, config.get("draft_vocab_size") or target.vocab_size, file, target)
     layer_ids = _read_layer_ids(path, config, target)
-    switches = {flag: _switch(path, config, flag) for flag in FLAGS}
-    nested = _switch(path, _nested(path, config), "norm_before_fc", switches["norm_before_fc"])
-    if nested != switches["norm_before_fc"] and "norm_before_fc" in config:
-        raise UserError(f"{path / CONFIG} says norm_before_fc twice, true and false, and engines differ: remove one.")
-    switches["norm_before_fc"] = nested
+    switches = {flag: _flag_of(path, config, flag) for flag in FLAGS}
     own_width = config["hidden_size"] != target.hidden_size
     if own_width and EMBEDDING not in tensors:
         raise UserError(
@@ -254,12 +255,24 @@ def _nested(path: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested
 
 
-def _switch(path: Path, config: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """Return a switch; another value than true or false, such as the text "false", would count as on."""
-    value = config.get(name)
+def _flag_of(path: Path, config: Mapping[str, Any], flag: str) -> bool:
+    """Return one of FLAGS, wherever and under whatever name an engine looks for it. Raises UserError where two places differ."""
+    nested = _nested(path, config)
+    places = [(config, flag), *((nested if inside else config, name) for inside, name in _ELSEWHERE.get(flag, ()))]
+    said = [(name, value) for where, name in places if (value := _switch(path, where, name)) is not None]
+    if len({value for _, value in said}) > 1:
+        names = " and ".join(dict.fromkeys(name for name, _ in said))
+        how = "twice, true and false" if names == flag else "of the same thing, one true and one false"
+        raise UserError(f"{path / CONFIG} says {names} {how}, and engines differ: remove one.")
+    return any(value for _, value in said)
+
+
+def _switch(path: Path, config: Mapping[str, Any], name: str) -> bool | None:
+    """Return a switch, None where it is not there; another value than true or false, such as the text "false", would count as on."""
+    value: bool | None = config.get(name)
     if value is not None and not isinstance(value, bool):
         raise UserError(f"{path / CONFIG} says {name} {value!r}: write true or false there, as the head was trained.")
-    return default if value is None else value
+    return value
 
 
 def _read_layer_ids(path: Path, config: Mapping[str, Any], target: Target) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ What a layout must hold, how heads are converted to it and back, and what engine
 Shapes: H target hidden, A aux layers, V target vocab.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -147,7 +148,9 @@ def convert_head(
     name = str(target.dtype if dtype in (None, "auto") else dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise UserError(f"export.dtype is {name!r}: choose one of {', '.join(DTYPES)}.")
-    files = chosen.schema.write(Export(head, target, DTYPES[name], K))
+    export = Export(head, target, DTYPES[name], K)
+    files = chosen.schema.write(export)
+    _check_range(chosen, files, export)
     row = next((row for row in chosen.schema.tensors if (row.ours or row.name) == EMBEDDING), None)
     if row is None:
         files.tensors.pop(EMBEDDING, None)
@@ -164,6 +167,16 @@ def convert_head(
     _check_split(chosen, serve or list(chosen.engines), files, tensor_parallel)
     chosen.schema.check(files)
     return files
+
+
+def _check_range(layout: Layout, files: ModelFiles, export: Export) -> None:
+    """Raise UserError for a tensor with numbers that the dtype of the files does not hold: they would be infinite there."""
+    found = [name for name, x in files.tensors.items() if x.is_floating_point() and bool(x.isinf().any())]
+    if found and bool(layout.schema.write(replace(export, dtype=torch.float32)).tensors[found[0]].isfinite().all()):
+        raise UserError(
+            f"The tensor {found[0]} does not fit {export.dtype_name}, which holds numbers up to {torch.finfo(export.dtype).max:g}: export "
+            "bfloat16 or float32 (export.dtype)."
+        )
 
 
 def engines_without(head: DraftHead, target: Target) -> tuple[str, ...]:
@@ -226,17 +239,23 @@ def same_logits(head: DraftHead, reloaded: DraftHead, files: ModelFiles, target:
         logsumexp=torch.zeros(1, length),
     ).to(next(reloaded.parameters()).device)
     with drafting(head, reloaded):
-        ours, theirs = functional_call(_Logits(head), rounded, (batch, steps)), _Logits(reloaded)(batch, steps)
-    return all(agree(a, b) for a, b in zip(ours, theirs, strict=True))
+        ours, chosen = functional_call(_Logits(head), rounded, (batch, steps))
+        theirs, others = _Logits(reloaded)(batch, steps, ours)
+    return all(agree(a, b) for a, b in zip([*ours, *chosen], [*theirs, *others], strict=True))
 
 
 def agree(ours: Tensor, theirs: Tensor) -> bool:
-    """Return whether logits [..., W] are equal up to rounding, which may depend on where in memory a matrix begins."""
-    nowhere = ours.isneginf() & theirs.isneginf()  # that neither drafts
-    ours, theirs = (x.masked_fill(nowhere, 0.0) for x in (ours, theirs))
+    """Return whether logits [..., W] are equal up to rounding, which may depend on where in memory a matrix begins; infinite ones, those
+    of tokens that are not drafted, must be the same."""
+    bound = 1e-4 if ours.dtype == torch.float32 else 5e-2
+    infinite = ours.isinf()
+    if not torch.equal(infinite, theirs.isinf()) or not torch.equal(ours[infinite], theirs[infinite]):
+        return False
+    # In fp32, as a sum over a vocabulary may be more than a half holds, and all are within infinity.
+    ours, theirs = (x.masked_fill(infinite, 0.0).float() for x in (ours, theirs))
     apart, size = (ours - theirs).abs().sum(-1), 1.0 + ours.abs().sum(-1)
-    # A real difference is of the size of the logits themselves, so that the tolerance need not be fine.
-    return bool((apart <= (1e-4 if ours.dtype == torch.float32 else 5e-2) * size).all())
+    # A real difference is of the size of the logits themselves, so that the tolerance need not be fine. NaN is within none.
+    return bool((apart <= bound * size).all())
 
 
 class _Logits(nn.Module):
@@ -246,6 +265,18 @@ class _Logits(nn.Module):
         super().__init__()
         self.head = head
 
-    def forward(self, batch: TrainBatch, steps: int) -> list[Tensor]:
-        """Return the logits [R_k, W] of each step."""
-        return [step.logits for step in self.head(batch, steps).steps]
+    def forward(
+        self, batch: TrainBatch, steps: int, likely: Sequence[Tensor] | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the logits [R_k, W] of each step, and the scores [R_k, W] that selectors give to the likeliest tokens.
+
+        likely: the logits to find these by, None for its own. Two heads that differ by rounding may find others where tokens are as likely.
+        """
+        made = self.head(batch, steps).steps
+        logits = [step.projected(*step.sources) for step in made]
+        scores = [
+            step.selector.chosen(by, *step.sources)
+            for step, by in zip(made, logits if likely is None else likely, strict=True)
+            if step.selector is not None
+        ]
+        return logits, scores

@@ -26,7 +26,7 @@ from draftsmith.heads.files import (
     weights_file,
 )
 from draftsmith.heads.formats.layout import layouts_of
-from draftsmith.heads.record import RECORD, TUNED, check_facts, check_made_for, read_passport
+from draftsmith.heads.record import RECORD, TUNED, Passport, check_facts, check_made_for, read_passport
 from draftsmith.heads.registry import find_method, is_known, methods, served_method
 from draftsmith.heads.warm_start import restart
 from draftsmith.storage import fingerprint, sha256_file
@@ -86,12 +86,30 @@ CHECKPOINT = Format(
 
 
 def head_digest(folder: Path) -> str:
-    """Return 16 hex digits that name the weights of the head in a folder; of one in another format than a checkpoint also its
-    configuration."""
+    """Return 16 hex digits that name the head in a folder by its weights and its configuration, as layers, norms and states that it reads are
+    named there alone; of a checkpoint without the target, which is compared on its own, and the models that its training started from."""
     files = all_weights_files(folder)
-    if recognise(folder) is CHECKPOINT:
-        return sha256_file(files[0])[:16]
-    return fingerprint([sha256_file(file) for file in (folder / CONFIG, *files)])
+    if recognise(folder) is not CHECKPOINT:
+        return fingerprint([sha256_file(file) for file in (folder / CONFIG, *files)])
+    config = read_config(folder)
+    method, options = str(config.get("method")), config.get("options")
+    if is_known(method) and isinstance(options, dict):
+        models = getattr(find_method(method).options_class, "MODELS", ())
+        config["options"] = {key: value for key, value in options.items() if key not in models}
+    computed = {key: value for key, value in config.items() if key != "target"}
+    weights = [sha256_file(file) for file in files]
+    digest = fingerprint([computed, *weights])
+    _BY_WEIGHTS[digest] = weights[0][:16]
+    return digest
+
+
+_BY_WEIGHTS: dict[str, str] = {}
+"""What earlier versions named checkpoints by, their weights alone, by the digests that were asked for."""
+
+
+def earlier_digest(digest: str) -> str:
+    """Return how an earlier version named the head of a digest that `head_digest` has returned; any other text as it is."""
+    return _BY_WEIGHTS.get(digest, digest)
 
 
 def _load_adapted(path: Path, target: Target) -> DraftHead:
@@ -109,7 +127,8 @@ def _load_adapted(path: Path, target: Target) -> DraftHead:
         raise UserError(
             f"{path} is an adapter of the head {adapter.base}, which is not there: put it back, or name its place as adapter.base in {file}."
         )
-    if (digest := head_digest(adapter.base)) != adapter.digest:
+    digest = head_digest(adapter.base)
+    if adapter.digest not in (digest, earlier_digest(digest)):
         raise UserError(
             f"{path} is an adapter of another head than {adapter.base} is now (digest {digest}, expected {adapter.digest}): name the "
             f"place of its own as adapter.base in {file}."
@@ -154,17 +173,29 @@ def load_head(path: Path | str, target: Target, *, warn: Callable[[str], None] |
     path = Path(path)
     known = recognise(path)
     passport = read_passport(path)
-    if passport is not None and (changed := passport.changed(path)):
-        raise UserError(
-            f"{path / changed[0]} is not the file that was exported (its hash is not that in {RECORD}): restore it, export the head "
-            f"again or, if you changed it yourself, remove {RECORD} and measure the head anew."
-        )
+    if passport is not None:
+        _check_files(path, passport)
     check_made_for(path, target, warn)
     assert known.load is not None
     head = known.load(path, target)
     if passport is not None:
         check_facts(path, passport, head)
     return head.to(target.device).eval()
+
+
+def _check_files(path: Path, passport: Passport) -> None:
+    """Raise UserError where the files of an export are not those of its passport."""
+    name = next(iter(passport.changed(path)), None)
+    if name in passport.files:
+        raise UserError(
+            f"{path / name} is not the file that was exported (its hash is not that in {RECORD}): restore it, export the head "
+            f"again or, if you changed it yourself, remove {RECORD} and measure the head anew."
+        )
+    if name is not None:
+        raise UserError(
+            f"{path / name} was not exported with the head ({RECORD} does not name it), but may be read in place of its weights: move it "
+            f"away or, if it holds the head's weights now, remove {RECORD} and measure the head anew."
+        )
 
 
 def recognise(path: Path) -> Format:

@@ -24,6 +24,7 @@ from draftsmith.heads.losses.spec import LossSpec
 from draftsmith.heads.registry import methods
 from draftsmith.heads.warm_start import adopt_options, restart
 from draftsmith.recipe.schema import TrainSpec
+from draftsmith.storage import sha256_file
 from draftsmith.target.target import Target, load_target
 from draftsmith.train.schedule import build_optimizers
 from tests import models
@@ -229,6 +230,17 @@ def test_adapters_are_measured_beside_their_base(workplace: Path) -> None:
     found = json.loads((workplace / "run" / "simulation" / "t0" / "result.json").read_text())["drafters"]
     own, base, kept = (found[name]["overall"]["tau_simulated"] for name in ("eagle3", "base", "kept"))
     assert own == kept > base
+
+
+def test_an_adapter_that_names_its_base_by_the_weights_alone_is_loaded(workplace: Path, tmp_path: Path) -> None:
+    """As earlier versions wrote it."""
+    shutil.copytree(workplace / "run" / "train" / "adapter", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "config.json"
+    config = json.loads(file.read_text())
+    weights = sha256_file(workplace / "head" / "model.safetensors")[:16]
+    assert config["adapter"]["digest"] != weights
+    file.write_text(json.dumps(config | {"adapter": config["adapter"] | {"digest": weights}}))
+    load_head(tmp_path / "adapter", load_target(str(workplace / "target")))
 
 
 def test_an_adapter_of_another_head_is_refused(workplace: Path, tmp_path: Path) -> None:

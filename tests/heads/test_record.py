@@ -1,6 +1,7 @@
 """The passport of an export: what it says of a head, and that the files, the reader and the passport itself are held to it."""
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -53,6 +54,31 @@ def test_changed_exports_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json is not the file"):
         load_head(folder, target)
     (folder / RECORD).unlink()  # whoever changes a head has one without a passport
+    load_head(folder, target)
+
+
+@pytest.mark.parametrize(
+    ("method", "layout", "added"),
+    [
+        ("medusa", "medusa", "medusa_lm_head.safetensors"),
+        ("eagle3", "eagle3", "model.safetensors.index.json"),
+        ("eagle3", "eagle3", "medusa_lm_head.pt"),
+    ],
+)
+def test_weights_that_were_added_to_an_export_are_refused_by_name(
+    method: str, layout: str, added: str, tmp_path: Path
+) -> None:
+    """They may be read in place of those that were exported, which are as they were."""
+    target = make_target()
+    folder = export_head(PLAIN[method](target), target, tmp_path / "out", layout=layout)
+    passport = read_passport(folder)
+    assert passport is not None
+    assert passport.changed(folder) == []
+    shutil.copyfile(folder / next(name for name in passport.files if name != "config.json"), folder / added)
+    assert passport.changed(folder) == [added]
+    with pytest.raises(UserError, match=rf"{added} was not exported with the head \(draftsmith\.json does not"):
+        load_head(folder, target)
+    (folder / added).unlink()
     load_head(folder, target)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from draftsmith.cli.main import main
 from draftsmith.decoder.drafters.draft_model import DraftModel
 from draftsmith.decoder.drafters.lookahead import Lookahead
 from draftsmith.decoder.drafters.suffix_decoding import SuffixRules
@@ -18,7 +19,7 @@ from draftsmith.eval.drafters.system import SystemUnderTest, with_window
 from draftsmith.heads.base import DraftHead
 from draftsmith.heads.eagle3 import Eagle3Options
 from draftsmith.heads.eagle3.head import build as build_eagle
-from draftsmith.heads.formats.recognise import load_head
+from draftsmith.heads.formats.recognise import head_digest, load_head
 from draftsmith.heads.medusa import MedusaOptions
 from draftsmith.heads.medusa.head import build as build_medusa
 from draftsmith.recipe.parse import parse_recipe
@@ -31,9 +32,10 @@ from draftsmith.stages.drafters import (
     with_records,
 )
 from draftsmith.stages.session import Session
+from draftsmith.storage import fingerprint, sha256_file
 from tests.helpers import tiny_tokenizer
 from tests.models import tiny_model
-from tests.workplace import make_workplace, options
+from tests.workplace import fails, make_workplace, options, save_untrained
 
 pytestmark = pytest.mark.full
 
@@ -333,3 +335,36 @@ def test_a_way_to_draft_can_be_kept_to_some_heads(
     assert [c.name for c in found] == ["eagle3", "medusa", "medusa bush"]
     with pytest.raises(UserError, match=r"heads names 'hydra', but the heads measured are eagle3, medusa"):
         selected(session, workplace, heads, f"{{tree: chain}}, {{tree: {bush}, heads: [hydra]}}")
+
+
+def test_a_head_is_told_by_its_configuration_too_and_as_earlier_versions_named_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_workplace(tmp_path)
+    head = save_untrained(folder)
+    words = [
+        "evaluate",
+        "--no-decode",
+        *options(folder, tmp_path / "run"),
+        "--head",
+        str(head),
+        "--evaluate.temperatures",
+        "[0.0]",
+    ]
+    assert main(words) == 0
+    file = tmp_path / "run" / "run.json"
+    records = json.loads(file.read_text())
+    inputs = records["simulate"]["inputs"]
+    assert inputs["head"] == head_digest(head)
+    inputs["head"] = sha256_file(head / "model.safetensors")[:16]
+    records["simulate"]["fingerprint"] = fingerprint(inputs)
+    earlier = json.dumps(records)
+    file.write_text(earlier)
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "simulate: reusing" in capsys.readouterr().err
+    config = json.loads((head / "config.json").read_text())
+    assert main([*words, "--redo", "simulate"]) == 0
+    config["options"]["norm_before_residual"] = True
+    (head / "config.json").write_text(json.dumps(config))
+    assert "made with other settings (the head changed)" in fails(words, capsys)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 
 from draftsmith.errors import UserError
 from draftsmith.heads.export.export import convert_head, export_head
@@ -119,6 +120,7 @@ SIZES = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selec
 MASKS = {"mask_token_id": 3, "target_layer_ids": [0, 2, 4]}
 SECTION = {**MASKS, **SIZES}
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
+DERIVED = {**SLIDING, "layer_types": None, "max_window_layers": 0}
 DOMINO = {
     **MASKS,
     "projector_type": "domino",
@@ -152,6 +154,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "layers some of which see a window",
     ),
     ("dflash2", {**SLIDING, "sliding_window": "9"}, "DFlash2 head"),
+    ("dflash2", {**DERIVED, "is_causal": None}, "causal or sliding attention"),
+    ("dflash2", {**DERIVED, "max_window_layers": 1}, "causal or sliding attention"),
+    ("dflash2", {**DERIVED, "sliding_window": "9"}, "list of layer_types"),
+    ("dflash", DERIVED, "causal or sliding attention"),
     ("dflash2", {"dflash_config": {**SECTION, "selector_top_k": 2.7}}, "DFlash2 head"),
     ("dflash2", {**SLIDING, "sliding_window": None}, "a sliding attention without a length"),
     ("dflash2", {**SLIDING, "sliding_window": 4}, "head.sliding_window is 4, which a block of 4 slots fills"),
@@ -190,6 +196,32 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"block_size": 1}, "head.block_size is 1"),
     ("dflash", {"block_size": 257}, "head.block_size is 257, but the target models/tiny reads no more than 256 tokens"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "window"),
+    [
+        ({}, 9),
+        ({"sliding_window": None}, 4096),
+        ({"max_window_layers": 2}, None),
+        ({"max_window_layers": None}, None),
+        ({"use_sliding_window": False}, None),
+    ],
+)
+def test_layers_whose_kinds_are_not_named_see_what_qwen3_says(
+    changes: dict[str, Any], window: int | None, tmp_path: Path
+) -> None:
+    """As engines read such a file: which layers have a window, from which one on, how long it is and whether any has."""
+    target = make_target()
+    path = edit(exported("dflash2", tmp_path, target), **DERIVED | changes)
+    (path / "draftsmith.json").unlink()
+    config = {key: value for key, value in json.loads((path / "config.json").read_text()).items() if "window" in key}
+    assert Qwen3Config(num_hidden_layers=2, **config).layer_types == [kind_of(window)] * 2
+    assert load_head(path, target).window == window
+
+
+def kind_of(window: int | None) -> str:
+    return "full_attention" if window is None else "sliding_attention"
 
 
 @pytest.mark.parametrize(("method", "changes", "words"), REFUSED)

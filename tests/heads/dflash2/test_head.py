@@ -17,6 +17,7 @@ from draftsmith.errors import UserError
 from draftsmith.eval.simulate.texts import head_simulator
 from draftsmith.heads.block import BlockOptions
 from draftsmith.heads.dflash2.head import DFlash2Drafter, DFlash2Options, GroupedConv, build
+from draftsmith.heads.export.export import convert_head, same_logits
 from draftsmith.heads.losses.divergences import Teacher, choose
 from draftsmith.heads.losses.head_loss import head_loss, loss_divisor
 from draftsmith.heads.losses.spec import LossSpec
@@ -255,3 +256,31 @@ def test_bad_options_are_one_sentence(options: dict[str, Any], words: str) -> No
     with pytest.raises(UserError, match=words) as caught:
         build(DFlash2Options(**({"layer_ids": [1], "mask_token_id": 3} | SMALL | options)), make_target(), None)
     assert "\n" not in str(caught.value)
+
+
+def test_an_export_with_other_weights_is_noticed_though_its_candidates_are_others() -> None:
+    target = make_target()
+    head, other = make_head("dflash2", target, **SMALL), make_head("dflash2", target, **SMALL)
+    files = convert_head(head, target, layout="dflash2", dtype="float32")
+    assert same_logits(head, other, files, target)
+    for name in ("candidate_selector.successor_codebook", "layers.0.mlp_conv.base_kernel", "norm.weight"):
+        spoilt = deepcopy(head)
+        torch.nn.init.normal_(spoilt.get_parameter(name))
+        assert not same_logits(head, spoilt, files, target), name
+        assert not same_logits(spoilt, head, files, target), name
+    fewer = make_head("dflash2", target, **{**SMALL, "selector_top_k": 4})
+    assert not same_logits(head, fewer, files, target)
+
+
+@torch.no_grad()
+def test_an_export_may_have_other_candidates_among_tokens_that_are_as_likely() -> None:
+    target = make_target()
+    weight = target.head.weight
+    weight[1::2] = weight[::2] * (1 + 2e-7)
+    # An odd number of candidates, of pairs alike.
+    head, other = (make_head("dflash2", target, **SMALL) for _ in range(2))
+    other.fc.weight *= 1 + 1e-6 * torch.randn_like(other.fc.weight)
+    found = [one(packed(target), 4).steps[0].logits.isfinite() for one in (head, other)]
+    assert not torch.equal(*found)
+    files = convert_head(head, target, layout="dflash2", dtype="float32")
+    assert same_logits(head, other, files, target)

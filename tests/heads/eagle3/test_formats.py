@@ -133,3 +133,25 @@ def test_a_bad_directory_is_one_sentence(tmp_path):
         (tmp_path / "out" / "config.json").write_text(json.dumps(changed))
         with pytest.raises(UserError, match=words):
             load_eagle3_directory(tmp_path / "out", target)
+
+
+@pytest.mark.parametrize(
+    ("keys", "normed"),
+    [
+        ({"eagle_config": {"return_hidden_post_norm": True}}, True),
+        ({"return_hidden_post_norm": True}, True),
+        ({"norm_output": True, "eagle_config": {"return_hidden_post_norm": True}}, True),
+        ({"eagle_config": {"return_hidden_post_norm": False}}, False),
+        ({"norm_output": True}, True),
+        ({}, False),
+    ],
+)
+def test_what_is_fed_back_is_normed_under_tensorrt_llms_name_too(
+    keys: dict[str, Any], normed: bool, tmp_path: Path
+) -> None:
+    target = make_target()
+    export_head(make_eagle3(target), target, tmp_path / "out")
+    file = tmp_path / "out" / "config.json"
+    config = {key: value for key, value in json.loads(file.read_text()).items() if key != "norm_output"}
+    file.write_text(json.dumps(config | keys))
+    assert load_eagle3_directory(tmp_path / "out", target).options.norm_output is normed

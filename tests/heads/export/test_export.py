@@ -16,7 +16,7 @@ from draftsmith.heads.checkpoint import EMBEDDING
 from draftsmith.heads.eagle.formats import EAGLE3, FusedSchema
 from draftsmith.heads.eagle3.formats import load_eagle3_directory
 from draftsmith.heads.eagle3.head import Eagle3Head
-from draftsmith.heads.export.export import convert_head, engines_without, export_head
+from draftsmith.heads.export.export import agree, convert_head, engines_without, export_head
 from draftsmith.heads.formats.layout import layouts
 from draftsmith.heads.formats.schema import Export, TensorRow, flatten
 from draftsmith.target.target import Target
@@ -85,6 +85,24 @@ def test_reads_what_other_tools_write(tmp_path):
     check_same_logits(load_eagle3_directory(tmp_path / "out", target), head, target)
 
 
+@pytest.mark.parametrize("value", [-torch.inf, torch.inf, torch.nan])
+def test_logits_agree_where_what_is_not_finite_is_the_same(value: float) -> None:
+    logits = torch.randn(3, 8)
+    spoilt = logits.clone()
+    spoilt[1, 2] = value
+    assert not agree(logits, spoilt)
+    assert not agree(spoilt, logits)
+    assert not agree(spoilt, spoilt.roll(1, -1))
+    assert agree(spoilt, spoilt) == (value == value)
+    assert not agree(spoilt, -spoilt)
+
+
+def test_logits_in_halves_may_have_a_sum_that_a_half_does_not_hold() -> None:
+    logits = torch.full((1, 4096), 64.0, dtype=torch.float16)
+    assert agree(logits, logits)
+    assert not agree(logits, -logits)
+
+
 def test_embeddings_that_are_there_anyway_may_be_asked_for():
     target = make_target()
     files = convert_head(make_draft_model(target), target, layout="draft_model", include_embeddings=True)
@@ -141,6 +159,21 @@ def test_another_dtype_is_one_sentence(tmp_path):
     target = make_target()
     with pytest.raises(UserError, match=r"export\.dtype is 'int8'"):
         export_head(make_head(target), target, tmp_path / "out", dtype="int8")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_tensor_beyond_half_precision_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
+    target = make_target()
+    head = make_head(target)
+    with torch.no_grad():
+        head.get_parameter("layers.0.mlp.up_proj.weight")[3, 4] = 70_000.0
+    if dtype == "float16":
+        words = r"The tensor midlayer\.mlp\.up_proj\.weight does not fit float16, which holds numbers up to 65504: export bfloat16 or"
+        with pytest.raises(UserError, match=words):
+            export_head(head, target, tmp_path / "out", dtype=dtype)
+        assert not list(tmp_path.iterdir())
+    else:
+        export_head(head, target, tmp_path / "out", dtype=dtype)
 
 
 def test_the_targets_embeddings_in_another_dtype_are_not_a_heads_own():

@@ -113,6 +113,21 @@ CASES: dict[str, tuple[str, Change, str]] = {
     "another target's vocabulary": ("eagle3", keys(vocab_size=99), "vocab_size 99, but the target models/tiny has 160"),
     "a layer too many": ("eagle3", keys(**{LAYERS: [1, 3, 8]}), "8 is the number of layers"),
     "a switch without its tensors": ("eagle3", keys(fc_norm=True), "lacks the tensor fc_norm.0.weight"),
+    "a switch under two names": (
+        "eagle3",
+        keys(norm_output=False, eagle_config={"return_hidden_post_norm": True}),
+        "says norm_output and return_hidden_post_norm of the same thing, one true and one false",
+    ),
+    "a switch of TensorRT-LLM twice": (
+        "eagle3",
+        keys(norm_output=None, return_hidden_post_norm=False, eagle_config={"return_hidden_post_norm": True}),
+        "says return_hidden_post_norm of the same thing, one true and one false",
+    ),
+    "a nested switch of TensorRT-LLM": (
+        "eagle3",
+        keys(eagle_config={"return_hidden_post_norm": "yes"}),
+        "return_hidden_post_norm 'yes'",
+    ),
     "a switch twice": ("eagle3", keys(norm_before_fc=True), "says norm_before_fc twice, true and false"),
     "sizes as texts": ("eagle3", keys(vocab_size="160"), "says vocab_size '160'"),
 }

@@ -99,8 +99,8 @@ def capped(target: Target) -> Target:
     return target
 
 
-def foreign(target: Target):
-    head = make_eagle1(target)
+def foreign(target: Target, make=make_eagle1):
+    head = make(target)
     head.embed_tokens.weight = torch.nn.Parameter(head.embed_tokens.weight + 1)
     return head
 
@@ -163,6 +163,10 @@ HEADS = {
     "head.target_state vllm": lambda t: make_mtp(t, target_state="vllm"),
     "a bias of `fc`": lambda t: make_eagle1(t, fc_bias=True),
     "input embeddings of its own": foreign,
+    "input embeddings of its own, for DFlash": lambda t: foreign(t, make_dflash),
+    "input embeddings of its own, for DFlash2": lambda t: foreign(t, make_dflash2),
+    "input embeddings of its own, for Domino": lambda t: foreign(t, make_domino),
+    "input embeddings of its own, for DSpark": lambda t: foreign(t, make_dspark),
     "a target whose output projection has a bias": lambda t: make_eagle1(biased(t)),
     "another activation than SiLU": gelu,
     "head.num_layers above 1": lambda t: make_medusa(t, num_layers=2),

@@ -19,7 +19,7 @@ from draftsmith.heads.eagle3.head import Eagle3Head
 from draftsmith.heads.export.export import export_head
 from draftsmith.heads.files import all_weights_files
 from draftsmith.heads.formats.layout import layouts
-from draftsmith.heads.formats.recognise import formats, is_head_config, load_head, recognise
+from draftsmith.heads.formats.recognise import formats, head_digest, is_head_config, load_head, recognise
 from draftsmith.target.target import Target, load_target
 from tests.batches import documents_of, pack
 from tests.exports import (
@@ -283,6 +283,43 @@ def test_several_files_with_an_index(tmp_path):
         index.write_text(json.dumps({"weight_map": listed}))
         with pytest.raises(UserError, match=words):
             load_head(folder, target)
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (make_eagle3, lambda config: config["options"].update(norm_before_residual=True)),
+        (make_eagle3, lambda config: config.update(layer_ids=[2, 4, 6])),
+        (make_eagle3, lambda config: config["layer_config"].update(rms_norm_eps=1e-3)),
+        (PLAIN["mtp"], lambda config: config["options"].update(target_state="vllm")),
+    ],
+)
+def test_a_digest_tells_heads_with_the_same_weights_apart(make, change, tmp_path):
+    """Which compute other drafts, so that results of one are none of the other; where the target or a model of the training lies is no part of it."""
+    target = make_target()
+    save_head(make(target), tmp_path, target)
+    file, before = tmp_path / "config.json", head_digest(tmp_path)
+    config = json.loads(file.read_text())
+    elsewhere = config["target"] | {"path": "elsewhere"}
+    file.write_text(json.dumps(config | {"target": elsewhere}))
+    assert head_digest(tmp_path) == before
+    assert len(before) == 16
+    change(config)
+    file.write_text(json.dumps(config))
+    load_head(tmp_path, target)
+    assert head_digest(tmp_path) != before
+
+
+def test_a_digest_does_not_tell_where_a_draft_model_began(tmp_path):
+    target, found = make_target(), set()
+    for place in ("here", "there"):
+        save_head(make_draft_model(target), tmp_path / place, target)
+        file = tmp_path / place / "config.json"
+        config = json.loads(file.read_text())
+        config["options"]["init_from"] = place
+        file.write_text(json.dumps(config))
+        found.add(head_digest(tmp_path / place))
+    assert len(found) == 1
 
 
 class Commands:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -20,7 +21,7 @@ from draftsmith.estimate import estimate as estimating
 from draftsmith.estimate.estimator import Estimator
 from draftsmith.estimate.figures import device_here, find_device
 from draftsmith.eval.gate.compare import compare_results
-from draftsmith.eval.planner.decision import DECISION_MARKS
+from draftsmith.eval.planner.decision import check_decision
 from draftsmith.eval.report.comparison import COMPARISON_MARK, comparison_markdown, comparison_text
 from draftsmith.eval.report.report import REPORT_MARKS, headline_table, write_report
 from draftsmith.eval.results.result import read_result
@@ -237,12 +238,15 @@ def report(own: Namespace, words: list[str]) -> int:
     """Render results that are there."""
     output, gate = own.output, read_gate(own)
     writing: AbstractContextManager[None] = nullcontext()
-    price, export, again = own.price_per_hour, None, None
+    price, export, again, planned = own.price_per_hour, None, None, True
     if words and not words[0].startswith("-"):
         paths = [Path(word) for word in words]
+        if own.redo:
+            raise UserError("report makes no stage of files that are named: leave --redo out, or give --recipe.")
     else:
         session = session_of("report", words, own.redo)
         run, export, again = session.run, session.recipe.export, session.again
+        planned = bool(session.recipe.evaluate.plan_batches)  # empty makes no plan, whatever an earlier evaluation left
         if price is None and own.costs is None:
             price = session.recipe.evaluate.price_per_hour
         paths = sorted((run.path / "evaluation").glob("*/result.json"))
@@ -254,7 +258,7 @@ def report(own: Namespace, words: list[str]) -> int:
     # A result lies in a folder of its own, t0 or t1, beside the run's table.
     tables = {path.parent.parent / COSTS for path in paths}
     alike = len(tables) == 1 and len({result.settings.temperature for result in results}) == len(results)
-    table = own.costs or next((at for at in tables if alike and at.is_file()), None)
+    table = own.costs or next((at for at in tables if planned and alike and at.is_file()), None)
     if table is None and own.price_per_hour is not None:
         raise UserError(
             "--price-per-hour needs the costs of a machine: name a table of `draftsmith costs` with --costs."
@@ -264,16 +268,12 @@ def report(own: Namespace, words: list[str]) -> int:
     own_run = run_folder if trained or again is not None else None
     own_head = trained and not any(re.search(r"\s--head[ =]", result.command) for result in results)
     past = read_history(run_folder) if own_head else None
-    for name, mark in (REPORT_MARKS | DECISION_MARKS).items():
+    for name, mark in REPORT_MARKS.items():
         check_ours("report", folder / name, mark)
-    if (folder / "settings").exists() and not (folder / "plan.json").exists():
-        raise UserError(
-            f"report would write into {folder / 'settings'}, which no plan of draftsmith is beside: name another folder with --output."
-        )
+    check_decision("report", folder)
     with writing:
-        decision = plan_stage(
-            results, table, folder, export=export, price_per_hour=price, history=past, run=own_run, again=again
-        )
+        how: dict[str, Any] = {"export": export, "price_per_hour": price, "history": past, "run": own_run}
+        decision = plan_stage(results, table, folder, again=again, one_run=again is not None, **how)
         write_report(results, folder, decision, past)
     put(folder / "report.html")
     return gate.judge(paths)

@@ -59,7 +59,9 @@ def evaluate_served(own: Namespace, words: list[str]) -> int:
         _check_report(report.settings, _settings(recipe), f"--report {own.report}")
     drafters = {} if report is None else report.drafters
     drafter = drafters.get(recipe.method) or next(iter(drafters.values()), None)
-    predict = None if own.costs is None else predictor(_read_costs(own.costs), recipe.method, drafter)
+    predict = None
+    if own.costs is not None:
+        predict = predictor(_read_costs(own.costs), recipe.method, drafter, recipe.evaluate.temperatures[0])
     folder = own.output or Path("served")
     for name, mark in _MARKS.items():
         check_ours("--output", folder / name, mark)
@@ -204,6 +206,7 @@ def what_if(own: Namespace, words: list[str]) -> int:
         raise UserError(
             "what-if needs the tau of a head that is not there yet: add --tau 2.5, or --report FILE for that of a result."
         )
+    predict = None if costs is None else predictor(costs, name or "", None)
     for tau in own.tau or [known]:
         rates = rates_for(tau, shape)
         put(
@@ -211,8 +214,7 @@ def what_if(own: Namespace, words: list[str]) -> int:
         )
         for engine, line in start_lines(tau, rates).items():
             put(f"  {engine}: {line}")
-        if costs is not None:
-            predict = predictor(costs, name or "", None)
+        if costs is not None and predict is not None:
             accepted = ServedAcceptance(1.0, tau, None, float(len(rates)), rates, False)
             at = costs.batches if isinstance(costs, CostTable) else [level.concurrency for level in costs.levels]
             found = {rows: told[1] for rows in at if (told := predict(rows, accepted))}

@@ -189,7 +189,8 @@ def guesses(estimate: Estimate, known: Collection[str]) -> list[str]:
     lines = {
         "prompt": f"guessed: prompts of {given.prompt} tokens, a quarter of data.max_length; --prompt-tokens N says better",
         "answer": f"guessed: answers of {given.answer} tokens, half of answers.max_new_tokens; --answer-tokens N says better, or "
-        "`draftsmith regenerate --data.limit 50` makes some, which the next plan counts",
+        "`draftsmith regenerate --data.limit 50` makes some, which the next plan counts; in the evaluation of "
+        f"{given.evaluated}, half of evaluate.max_new_tokens",
         "head": f"guessed: {estimate.head.guessed}",
     }
     return [line for name, line in lines.items() if name not in known and (name != "head" or estimate.head.guessed)]

@@ -97,6 +97,8 @@ class Estimator:
     def estimate(self, recipe: Recipe) -> Estimate:
         """Return the plan of the recipe, or of one that asks for less."""
         given = replace(assume(recipe, self.target.shape, self.device), **self.asked)
+        # What cuts the answers that a head learns from does not cut those that it is measured on.
+        given = replace(given, evaluated=self.asked.get("answer", given.evaluated))
         if recipe.answers.regenerate:
             given = replace(given, answer=min(given.answer, recipe.answers.max_new_tokens))
         samples, most = min(self.samples, recipe.data.limit or self.samples), recipe.evaluate.per_slice
@@ -131,10 +133,11 @@ def make_estimate(
 
 
 def assume(recipe: Recipe, target: TargetShape, device: Device) -> Assumptions:
-    """Assume answers of half of answers.max_new_tokens after prompts of a quarter of data.max_length, at 40% of the peak."""
+    """Assume answers of half of answers.max_new_tokens after prompts of a quarter of data.max_length, at 40% of the peak, and in the
+    evaluation of half of its own max_new_tokens."""
     longest = _longest(recipe, target)
     answer = min(recipe.answers.max_new_tokens // 2, longest // 2)
-    return Assumptions(device, 1, 0.4, longest // 4, answer)
+    return Assumptions(device, 1, 0.4, longest // 4, answer, max(1, recipe.evaluate.max_new_tokens // 2))
 
 
 def _longest(recipe: Recipe, target: TargetShape) -> int:

@@ -96,14 +96,15 @@ class EvaluationEstimate:
 
     def tokens(self, most: int | None = None) -> float:
         """Tokens of an answer to every prompt, or to `most` of each slice."""
-        spec, answer = self.spec, self.estimate.given.answer
+        spec, answer = self.spec, self.estimate.given.evaluated
         return sum(
             min(count, most or count) * min(answer, spec.max_new_tokens_by_slice.get(name, spec.max_new_tokens))
             for name, count in self.estimate.prompts.items()
         )
 
     def _round(self, nodes: float, batch: int, itemsize: int | None = None) -> float:
-        return self.estimate.pass_seconds(batch, nodes, self.estimate.context, itemsize or self._itemsize)
+        context = self.estimate.given.prompt + self.estimate.given.evaluated / 2
+        return self.estimate.pass_seconds(batch, nodes, context, itemsize or self._itemsize)
 
     @property
     def _itemsize(self) -> int:
@@ -145,7 +146,8 @@ class EvaluationEstimate:
         if not spec.plan_batches:
             return 0.0
         given, target = estimate.given, estimate.target
-        contexts = spec.plan_contexts or [given.prompt, int(estimate.context), given.prompt + spec.max_new_tokens]
+        own = (given.prompt + tokens for tokens in (0, spec.max_new_tokens // 2, spec.max_new_tokens))
+        contexts = spec.plan_contexts or list(own)
         largest = max([9, *(size for way in ways for size in self._sizes(way))])
         samplings = len({t > 0 for t in spec.temperatures})
         total = 0.0

@@ -96,13 +96,15 @@ def device_here(device: str) -> Device:
 @dataclass(frozen=True)
 class Assumptions:
     """What a plan assumes about hardware and texts. gpus: of answers, hidden states and training; other stages use one. utilisation: share of the peak FLOP/s
-    that training and prefill reach, of a device that was not measured. prompt, answer: mean tokens per conversation."""
+    that training and prefill reach, of a device that was not measured. prompt, answer: mean tokens per conversation. evaluated: of an
+    answer of the evaluation, which may be as long as its own section says."""
 
     device: Device
     gpus: int
     utilisation: float
     prompt: int
     answer: int
+    evaluated: int
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,15 @@ from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table, write_cost_table
 from draftsmith.eval.clocks.costs import measure_table
 from draftsmith.eval.drafters.system import SystemUnderTest
-from draftsmith.eval.planner.decision import Decision, Export, decision_json, doubts_of, make_decision, write_settings
+from draftsmith.eval.planner.decision import (
+    Decision,
+    Export,
+    decision_json,
+    doubts_of,
+    make_decision,
+    remove_decision,
+    write_settings,
+)
 from draftsmith.eval.planner.verdict import QUIET
 from draftsmith.eval.results.result import Result, TargetInfo
 from draftsmith.eval.training.history import History
@@ -179,21 +187,24 @@ def plan_stage(
     *,
     run: Path | None = None,
     again: Again | None = None,
+    one_run: bool = True,
 ) -> Decision | None:
-    """Decide from results and costs, and write plan.json, routing.json and settings/ into `folder`; None, and nothing written,
-    where there is no table, or no draft of it was simulated. export: how the head is exported, None for as the results' recipe has
-    it. history: of the head, which tells a weak head from one that still learns. run: the directory of the run that exports the
-    head; again: how its commands are given."""
+    """Decide from results and costs, and write plan.json, routing.json and settings/ into `folder`; None, and those of an earlier
+    plan removed, where there is no table, or no draft of it was simulated. export: how the head is exported, None for as the results'
+    recipe has it. history: of the head, which tells a weak head from one that still learns. run: the directory of the run that
+    exports the head; again: how its commands are given. one_run: the results lie in one run's folder."""
     table = None if table_path is None else read_cost_table(table_path)
     if table is None or not table.drafters:
+        remove_decision(folder)
         return None
     more = None if history is None else history.twice
     rising = None if history is None or more is None else more.tau - history.best.tau
     exported = None if export is None else Export.of(asdict(export))
     heldout = None if history is None else history.best.tau
     facts = {"price_per_hour": price_per_hour, "rising": rising, "heldout": heldout}
-    decision = make_decision(results, table, str(table_path), export=exported, **facts)
+    decision = make_decision(results, table, str(table_path), export=exported, one_run=one_run, **facts)
     if decision is None:
+        remove_decision(folder)
         return None
     settings, exports = (folder / "settings").absolute(), Path("export") if run is None else run.absolute() / "export"
     decision = replace(decision, exports=str(exports), settings=str(settings), again=again or Again())

@@ -195,6 +195,10 @@ class CostTable:
         """Return the costs at a measured batch and context, None where these did not fit."""
         return next((p.at(temperature) for p in self.points if (p.batch, p.context) == (batch, context)), None)
 
+    def times(self, temperature: float) -> bool:
+        """Return whether steps were timed as that temperature needs them: at 0, or anywhere above it. True where nobody knows."""
+        return not self.temperatures or any((t > 0) == (temperature > 0) for t in self.temperatures)
+
     def lacks(self, places: Set[tuple[int, int]]) -> bool:
         """Return whether a (batch, context) of `places` was never tried."""
         return bool(places - {(p.batch, p.context) for p in self.points} - set(self.too_large))
@@ -284,8 +288,8 @@ def write_cost_table(path: Path, table: CostTable) -> None:
 
 
 def check_fits(table: CostTable, source: str, result: Result) -> None:
-    """Raise UserError where a table is of another target or dtype than a result, knows none of its drafters, or another one under
-    the same name."""
+    """Raise UserError where a table is of another target or dtype than a result, was not timed as warm as it, knows none of its
+    drafters, or another one under the same name."""
     target, dtype, drafters = result.target, result.settings.dtype, result.drafters
     if table.target.fingerprint != target.fingerprint:
         raise UserError(
@@ -296,6 +300,12 @@ def check_fits(table: CostTable, source: str, result: Result) -> None:
         raise UserError(
             f"{source} holds the costs in {table.dtype}, but the result was measured in {dtype}: measure the costs with "
             f"--evaluate.dtype {dtype}, or evaluate in {table.dtype}."
+        )
+    if not table.times(temperature := result.settings.temperature):
+        known, both = " and ".join(f"{t:g}" for t in table.temperatures), sorted({*table.temperatures, temperature})
+        raise UserError(
+            f"{source} was timed at temperature {known} alone, but the result is of temperature {temperature:g}, where drafting costs "
+            f"something else: measure the costs of both with `draftsmith costs --evaluate.temperatures '{both}'`."
         )
     if not set(table.drafters) & set(drafters):
         raise UserError(

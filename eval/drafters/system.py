@@ -72,14 +72,22 @@ class DraftInfo:
     engines_without: tuple[str, ...] = field(default=(), metadata=LATER)
 
     def unlike(self, other: "DraftInfo") -> str:
-        """Return what makes it another drafter than `other`, as far as both say, in words that follow "has"; empty for the same."""
+        """Return what makes it another drafter than `other`, as far as both say, in words that follow "has"; empty for the same.
+
+        Chains of other lengths are the same drafter, trees of other sizes are not: a chain can be cut, a tree cannot."""
         kinds = {"method": "the method {}", "parameters": "{} parameters", "vocabulary": "{} tokens to draft among"}
-        pairs = ((words, getattr(self, name), getattr(other, name)) for name, words in kinds.items())
+        pairs = [(words, getattr(self, name), getattr(other, name)) for name, words in kinds.items()]
+        pairs.append(("weights {}", self.weights or "unrounded", other.weights or "unrounded"))
+        own, its = (f"the tree {one.tree}" if one.tree else "a chain" for one in (self, other))
+        pairs.append(("{}", own, its))
+        if self.tree and other.tree:
+            pairs.append(("{} levels", self.num_speculative_tokens, other.num_speculative_tokens))
+            pairs.append(("{} drafted tokens", self.nodes, other.nodes))
         return ", ".join(
             f"{words.format(one or 'all')} and not {two or 'all'}"
             for words, one, two in pairs
-            # Earlier versions counted no parameters of a head with rounded weights.
-            if None not in (one, two) and one != two and (all((one, two)) or "parameters" not in words)
+            # Earlier versions counted no parameters of a head with rounded weights; 0 tokens to draft among are all.
+            if None not in (one, two) and one != two and (all((one, two)) or "to draft" in words)
         )
 
 

@@ -20,6 +20,7 @@ from draftsmith.eval.planner.plan import decoded_length, round_cost, taus
 from draftsmith.eval.results.intervals import Percentiles, bootstrap_tau
 from draftsmith.eval.results.result import DrafterResult
 from draftsmith.eval.results.served import Served, ServedAcceptance, ServedLevel, ServedSide
+from draftsmith.progress import say
 
 _DIGITS = 6
 """Of injected rates."""
@@ -82,10 +83,18 @@ def _acceptance(tally: Tally, answers: Sequence[Answer]) -> ServedAcceptance | N
     )
 
 
-def predictor(costs: CostTable | Served, drafter: str, report: DrafterResult | None) -> Predict:
-    """Return what tells the speedup to expect. costs: a table, of the drafter of that name or of its first; or servers that accepted by
-    injected rates, whose rounds cost the same at every tau. report: whose tau is taken, that which was served where there is none."""
+def predictor(
+    costs: CostTable | Served, drafter: str, report: DrafterResult | None, temperature: float = 0.0
+) -> Predict:
+    """Return what tells the speedup to expect. costs: a table, of the drafter of that name, of its first where that is empty; or servers
+    that accepted by injected rates, whose rounds cost the same at every tau. report: whose tau is taken, that which was served where
+    there is none. temperature: of the requests.
+
+    Warns of a table that tells nothing of the drafter or the temperature, by which nothing is predicted."""
     known = {} if report is None else dict(taus(report.overall, decoded_length(report)))
+    if isinstance(costs, CostTable) and drafter not in costs.drafters:  # or of its weights rounded, or its window
+        drafter = next((name for name in costs.drafters if name.startswith(f"{drafter}, ")), drafter)
+    fits = isinstance(costs, Served) or _tells(costs, drafter, temperature)
 
     def tau_needed(rows: int, k: int) -> float | None:
         if isinstance(costs, Served):
@@ -93,8 +102,9 @@ def predictor(costs: CostTable | Served, drafter: str, report: DrafterResult | N
             known = [(a, side.speedup) for side in sides if (a := side.acceptance) and side.speedup]
             found = [a.tau / speedup for a, speedup in known if _length(a) == k]
             return median(found) if found else None
-        name = drafter if drafter in costs.drafters else costs.drafters[0]
-        cost = round_cost(costs, costs.middle(rows), name, k) if rows in costs.batches else None
+        if not fits or rows not in costs.batches:
+            return None
+        cost = round_cost(costs, costs.middle(rows).at(temperature), drafter or costs.drafters[0], k)
         return None if cost is None else cost.tau_needed
 
     def predict(rows: int, accepted: ServedAcceptance) -> tuple[float, float] | None:
@@ -104,6 +114,21 @@ def predictor(costs: CostTable | Served, drafter: str, report: DrafterResult | N
         return (tau, tau / needed) if tau and needed else None
 
     return predict
+
+
+def _tells(costs: CostTable, drafter: str, temperature: float) -> bool:
+    """Return whether a table holds the costs of a drafter at a temperature; else warn."""
+    there, what = costs.drafters, ""
+    if not there or drafter not in ("", *there):
+        what = f"of {', '.join(there) or 'no drafter'} and not of {drafter or 'any'}"
+    elif not costs.times(temperature):
+        timed = " and ".join(f"{t:g}" for t in costs.temperatures)
+        what = f"of temperature {timed} and not of {temperature:g}"
+    if what:
+        say(
+            f"warning: the costs are {what}, so that no speedup is predicted: measure them with the recipe of the head (draftsmith costs)."
+        )
+    return not what
 
 
 def _length(accepted: ServedAcceptance) -> int | None:

@@ -6,6 +6,7 @@ A folder of an evaluation is read back by `draftsmith report`, also with the cos
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ from typing import Any
 from draftsmith.data.embedded import SHIPPED
 from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostTable, check_fits
-from draftsmith.eval.planner.plan import Cell, Option, Plan, check_one_evaluation
+from draftsmith.eval.planner.one_evaluation import check_one_evaluation
+from draftsmith.eval.planner.plan import Cell, Option, Plan
 from draftsmith.eval.planner.routing import Rules, make_rules, no_rules
 from draftsmith.eval.planner.verdict import Action, Check, Verdict, clock_faults, decide, make_checks, settled
 from draftsmith.eval.results.result import Result
@@ -24,7 +26,7 @@ from draftsmith.heads.formats.layout import default_layout, layouts_of, target_o
 from draftsmith.heads.formats.schema import rendered_by
 from draftsmith.heads.registry import is_known
 from draftsmith.machine import Hardware
-from draftsmith.storage import write_text
+from draftsmith.storage import check_ours, write_text
 from draftsmith.target.folder import local_folder, read_object
 from draftsmith.target.pretrained import DTYPES
 from draftsmith.target.target import shortened
@@ -110,13 +112,14 @@ def make_decision(
     price_per_hour: float | None = None,
     rising: float | None = None,
     heldout: float | None = None,
+    one_run: bool = False,
 ) -> Decision | None:
     """Return what results and costs decide, None where no draft of the table was simulated.
 
-    source: the table's file, for messages. export: None for that of the results' recipe. rising, heldout: see `decide`. Raises UserError where
-    table and results do not belong together.
+    source: the table's file, for messages. export: None for that of the results' recipe. rising, heldout: see `decide`. one_run: see
+    `check_one_evaluation`. Raises UserError where table and results do not belong together.
     """
-    check_one_evaluation(results)
+    check_one_evaluation(results, one_run=one_run)
     results = sorted(results, key=lambda result: result.settings.temperature)
     first = results[0]
     export = export or Export.of((first.recipe or {}).get("export") or {})
@@ -291,12 +294,40 @@ def engine_settings(decision: Decision) -> dict[str, list[Snippet]]:
     }
 
 
-def write_settings(folder: Path, decision: Decision) -> None:
-    """Write a folder for each engine, with the files and the command that start it, in place of those of an earlier plan. Files of
-    other names stay."""
+def check_decision(option: str, folder: Path) -> None:
+    """Raise UserError where a folder holds files that no decision left and one would replace. option: what is about to write it."""
+    for name, mark in DECISION_MARKS.items():
+        check_ours(option, folder / name, mark)
+    settings = [folder / "settings" / engine / name for engine in ENGINES for name in NAMES]
+    if any(path.exists() for path in settings) and not (folder / "plan.json").exists():
+        raise UserError(
+            f"{option} would write into {folder / 'settings'}, which no plan of draftsmith is beside: name another folder with --output."
+        )
+
+
+def remove_decision(folder: Path) -> None:
+    """Remove what an earlier decision left in a folder, as it would be taken for that of a page which has none. Files that no decision
+    wrote stay."""
+    with suppress(UserError):
+        check_decision("report", folder)
+        _remove_settings(folder / "settings")
+        for name in reversed(DECISION_MARKS):  # plan.json, which says whose the others are, goes last
+            (folder / name).unlink(missing_ok=True)
+
+
+def _remove_settings(folder: Path) -> None:
     for engine in ENGINES:
         for name in NAMES:
             (folder / engine / name).unlink(missing_ok=True)
+    for left in (*(folder / engine for engine in ENGINES), folder):
+        with suppress(OSError):  # not there, or with files of others
+            left.rmdir()
+
+
+def write_settings(folder: Path, decision: Decision) -> None:
+    """Write a folder for each engine, with the files and the command that start it, in place of those of an earlier plan. Files of
+    other names stay."""
+    _remove_settings(folder)
     for engine, snippets in engine_settings(decision).items():
         for snippet in snippets:
             path = folder / engine / (snippet.file or _COMMAND)

@@ -10,11 +10,10 @@ bonus token, so the target alone has tau 1 (Leviathan et al. 2023, section 3.3).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
-from draftsmith.errors import UserError
 from draftsmith.eval.clocks.cost_table import CostPoint, CostTable, between
 from draftsmith.eval.drafters.system import DraftInfo
 from draftsmith.eval.results.metrics import taus_by_k
@@ -347,16 +346,6 @@ def drafted_at(plan: Plan, chosen: Option) -> dict[int, int]:
             pays = batch == plan.batch or geometric_mean(plan.speedups(best, batch)) >= PAYS
             drafted[batch] = best.num_speculative_tokens if pays else 0
     return drafted
-
-
-def check_one_evaluation(results: Sequence[Result]) -> None:
-    """Raise UserError where results are of several targets or dtypes, or two of them of one temperature."""
-    kinds = {(r.target.fingerprint, r.settings.dtype) for r in results}
-    if len(kinds) > 1:
-        raise UserError("The results are of several targets or dtypes: plan for one at a time.")
-    temperatures = [r.settings.temperature for r in results]
-    if len(set(temperatures)) < len(temperatures):
-        raise UserError("Two results are of the same temperature: plan for one evaluation at a time.")
 
 
 @dataclass(frozen=True)

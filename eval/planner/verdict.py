@@ -7,6 +7,7 @@ earn back, and a clock that cannot be trusted. K: num_speculative_tokens.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import takewhile
 from statistics import geometric_mean
 
 from draftsmith.eval.planner.plan import PAYS, Option, Plan, decoded_length, drafted_at, same_draft
@@ -277,7 +278,10 @@ def _deploy(
         for gain, t in zip(gains, temperatures, strict=True)
         if t not in pays
     ]
-    crossing = next((batch for batch, drafted in drafted_at(paying, best).items() if not drafted), None)
+    drafted = drafted_at(paying, best)
+    if below := list(takewhile(lambda batch: batch < plan.batch and not drafted[batch], drafted)):
+        reasons.append(f"Up to batch {below[-1]} the target alone is as fast: see the table by batch.")
+    crossing = next((batch for batch, tokens in drafted.items() if batch > plan.batch and not tokens), None)
     if crossing is not None:
         reasons.append(f"From batch {crossing} on the target alone is as fast: see the table by batch.")
     own = _decoded(plan, options, name)

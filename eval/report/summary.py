@@ -143,9 +143,12 @@ def _by_length(decision: Decision) -> Table:
         rows.append(
             Row((option.drafter, str(option.num_speculative_tokens), number(option.tau), *parts, *speeds), best)
         )
-    first = f"τ, T={cells[0].temperature:g}" if len(cells) > 1 else "τ"
-    times_of = ("round ms",) if plan.table.servers else ("target ms", "draft ms", "rest ms")
-    columns = ("drafter", "K", first, *times_of, *(f"speedup, T={c.temperature:g}" for c in cells))
+    first = f", T={cells[0].temperature:g}" if len(cells) > 1 else ""
+    # Servers were timed at one temperature, and stand for all.
+    times_of = (
+        ("round ms",) if plan.table.servers else tuple(f"{part} ms{first}" for part in ("target", "draft", "rest"))
+    )
+    columns = ("drafter", "K", f"τ{first}", *times_of, *(f"speedup, T={c.temperature:g}" for c in cells))
     return Table("Speedup by draft length", columns, tuple(rows), heads=2)
 
 

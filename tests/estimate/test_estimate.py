@@ -482,6 +482,31 @@ def test_what_the_user_said_of_texts_stays(sized: list[str]) -> None:
     assert estimator.estimate(fewer).given.answer == 40, "no answer is longer than it may be"
 
 
+@pytest.mark.parametrize("asked", [{}, {"prompt": 70, "answer": 100}])
+def test_answers_of_the_evaluation_have_a_limit_of_their_own(sized: list[str], asked: dict[str, int]) -> None:
+    """So that a lower answers.max_new_tokens saves nothing there, and its own does."""
+    recipe = parse_recipe([*sized, "--evaluate.max_new_tokens", "160"])
+    estimator = Estimator.of(recipe, find_device("a100"), asked)
+
+    def seconds(*more: str) -> float:
+        changed = parse_recipe([*sized, "--evaluate.max_new_tokens", "160", *more])
+        return EvaluationEstimate(estimator.estimate(changed)).seconds
+
+    assert estimator.estimate(recipe).given.evaluated == asked.get("answer", 80)
+    assert seconds("--answers.max_new_tokens", "40") == seconds() == seconds("--answers.max_new_tokens", "400")
+    assert seconds("--evaluate.max_new_tokens", "80") < 0.9 * seconds()
+
+
+def test_shorter_answers_to_learn_from_are_not_credited_with_the_evaluation(sized: list[str]) -> None:
+    """Answers of 100 tokens, of which 80 may be learned from where the advice is taken."""
+    recipe = parse_recipe([*sized, "--answers.max_new_tokens", "160"])
+    estimator = Estimator.of(recipe, find_device("a100"), {"prompt": 70, "answer": 100})
+    half = replace(recipe, answers=replace(recipe.answers, max_new_tokens=80))
+    before, after = ({s.name: s.seconds for s in stages_of(estimator.estimate(one))} for one in (recipe, half))
+    assert after["answers"] < before["answers"]
+    assert after["evaluation"] == before["evaluation"]
+
+
 def test_a_part_of_a_gpu_is_measured_and_a_smaller_one_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(figures, "memory_of", lambda device: 40e9)
     monkeypatch.setattr(figures, "available_memory", lambda device: 7)

@@ -31,7 +31,7 @@ def evaluation(method: str = "eagle3", **changes: Any) -> EvaluationEstimate:
         method=method, head=options, evaluate=spec, data=DataSpec(max_length=48), train=TrainSpec(row_tokens=48)
     )
     shape = shape_of(tiny_model("llama").config, 4)
-    given = replace(assume(recipe, shape, find_device("h100")), prompt=12, answer=24)
+    given = replace(assume(recipe, shape, find_device("h100")), prompt=12, answer=24, evaluated=24)
     return EvaluationEstimate(make_estimate(recipe, shape, 400, given, PROMPTS))
 
 

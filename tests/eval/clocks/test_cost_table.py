@@ -174,10 +174,37 @@ EAGLE3 = DraftInfo("eagle3", 4, 4, parameters=1000, vocabulary=2048)
         (replace(EAGLE3, vocabulary=0), "2048 tokens to draft among and not all"),
         (replace(EAGLE3, parameters=3000), "1000 parameters and not 3000"),
         (replace(EAGLE3, method="peagle", parameters=9), "the method eagle3 and not peagle, 1000 parameters and not 9"),
+        (replace(EAGLE3, weights="int8"), "weights unrounded and not int8"),
+        (replace(EAGLE3, tree="wide", nodes=20), "a chain and not the tree wide"),
+        (replace(EAGLE3, engine_tokens=8, trained_length=4096, weight_bytes=9), None),
     ],
 )
 def test_costs_of_another_drafter_of_the_same_name_are_refused(draft: DraftInfo | None, said: str | None) -> None:
-    timed = replace(table(), drafts={"eagle3": EAGLE3})
+    refuses_another(EAGLE3, draft, said)
+
+
+WIDE = replace(EAGLE3, tree="wide", nodes=20)
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        (WIDE, None),
+        (replace(WIDE, nodes=0), None),
+        (replace(WIDE, nodes=12), "20 drafted tokens and not 12"),
+        (replace(WIDE, num_speculative_tokens=3, nodes=20), "4 levels and not 3"),
+        (replace(WIDE, tree="deep"), "the tree wide and not the tree deep"),
+        (EAGLE3, "the tree wide and not a chain"),
+    ],
+)
+def test_costs_of_another_tree_of_the_same_name_are_refused(draft: DraftInfo, said: str | None) -> None:
+    """A chain can be cut, so that costs of another length are of the same drafter; a tree is drafted whole."""
+    refuses_another(WIDE, draft, said)
+
+
+def refuses_another(own: DraftInfo, draft: DraftInfo | None, said: str | None) -> None:
+    """Plan a result of `draft` with the costs of `own`."""
+    timed = replace(table(), drafts={"eagle3": own})
     found = result(0, {"overall": 0.8})
     results = [replace(found, drafters={"eagle3": replace(found.drafters["eagle3"], draft=draft)})]
     if said is None:
@@ -201,3 +228,35 @@ def test_costs_of_another_target_dtype_or_drafter_are_refused() -> None:
     ):
         with pytest.raises(UserError, match=said):
             check_fits(table(), "h.json", other)
+
+
+def timed_at(*temperatures: float) -> CostTable:
+    return replace(with_sampled() if len(temperatures) > 1 else table(), temperatures=temperatures)
+
+
+@pytest.mark.parametrize(
+    ("timed", "temperature", "said"),
+    [
+        (
+            (0.0,),
+            0.7,
+            r"at temperature 0 alone, but the result is of temperature 0\.7, .*temperatures '\[0\.0, 0\.7\]'",
+        ),
+        ((0.7,), 0, r"at temperature 0\.7 alone, but the result is of temperature 0, .*temperatures '\[0, 0\.7\]'"),
+        ((0.0,), 0, None),
+        ((0.7,), 1.0, None),
+        ((0.0, 0.7), 1.0, None),
+        ((0.0, 0.7), 0, None),
+        ((), 0.7, None),
+    ],
+)
+def test_costs_of_temperature_0_plan_nothing_above_it(
+    timed: tuple[float, ...], temperature: float, said: str | None
+) -> None:
+    """Nor those above it for 0: a draft and the verdict cost more where tokens are drawn. Earlier tables do not say."""
+    results = [result(temperature, {"overall": 0.8})]
+    if said is None:
+        assert make_decision(results, timed_at(*timed), "h.json") is not None
+        return
+    with pytest.raises(UserError, match=f"h.json was timed {said}"):
+        make_decision(results, timed_at(*timed), "h.json")

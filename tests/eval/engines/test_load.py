@@ -1,12 +1,15 @@
 """Chats that running servers answer in turns: what is counted, in which order, and a sentence for each thing that goes wrong."""
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from draftsmith.errors import UserError
+from draftsmith.eval.clocks.cost_table import Drafting
 from draftsmith.eval.engines.comparison import make_level, predictor
 from draftsmith.eval.engines.load import Answer, Chat, ChatServer, Limits, Tally, take_turns
 from draftsmith.eval.ledger.counts import Counts
@@ -162,6 +165,41 @@ def test_predictions_come_from_costs_or_from_injected_rounds() -> None:
     report = planned.results[0].drafters["eagle3"]
     side = make_level(1, [tally(0.1), tally(0.08, 1)], predictor(planned.table, "eagle3", report)).sides[1]
     assert (side.predicted, side.predicted_tau) == (pytest.approx(option.speedup), option.tau)
+
+
+def test_costs_predict_at_the_temperature_of_the_requests() -> None:
+    planned = plan(result(0.7, {"overall": 0.6}))
+    warm = Drafting({"eagle3": {str(k): 3.0 * k for k in range(1, 5)}}, {"": 2.5, "eagle3": 5.0})
+    points = tuple(replace(point, sampled=warm) for point in planned.table.points)
+    table = replace(planned.table, points=points, temperatures=(0.0, 0.7))
+    report = planned.results[0].drafters["eagle3"]
+    for temperature, costs in ((0.0, planned.table), (0.7, table)):
+        side = make_level(1, [tally(0.1), tally(0.08, 1)], predictor(table, "eagle3", report, temperature)).sides[1]
+        (cell,) = plan(result(temperature, {"overall": 0.6}), costs=costs).headline
+        assert side.predicted == pytest.approx(next(o.speedup for o in cell.options if o.num_speculative_tokens == 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "warned"),
+    [
+        ("hydra", 0.0, "the costs are of eagle3 and not of hydra, so that no speedup is predicted: measure them"),
+        (
+            "eagle3",
+            0.7,
+            r"the costs are of temperature 0 and not of 0\.7, so that no speedup is predicted: measure them",
+        ),
+        ("eagle3", 0.0, None),
+        ("", 0.0, None),
+    ],
+)
+def test_costs_of_another_drafter_predict_nothing(
+    name: str, temperature: float, warned: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nobody names one, the table's first is meant."""
+    table = replace(plan(result(0.0, {"overall": 0.6})).table, temperatures=(0.0,))
+    side = make_level(1, [tally(0.1), tally(0.08, 1)], predictor(table, name, None, temperature)).sides[1]
+    assert (side.predicted is None) is (side.predicted_tau is None) is (warned is not None)
+    assert re.search(warned or "^$", capsys.readouterr().err)
 
 
 def test_counters_of_tensorrt_llm_are_those_since_they_were_last_asked(monkeypatch: pytest.MonkeyPatch) -> None:

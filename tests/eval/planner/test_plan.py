@@ -19,6 +19,8 @@ from draftsmith.eval.drafters import baselines
 from draftsmith.eval.drafters.baseline_spec import BaselineSpec
 from draftsmith.eval.drafters.baselines import Supplies
 from draftsmith.eval.drafters.system import DraftInfo, SystemUnderTest, head_system
+from draftsmith.eval.planner.decision import make_decision
+from draftsmith.eval.planner.one_evaluation import check_one_evaluation
 from draftsmith.eval.planner.plan import (
     PAYS,
     Memory,
@@ -26,7 +28,6 @@ from draftsmith.eval.planner.plan import (
     RoundCost,
     break_even_tokens,
     by_batch,
-    check_one_evaluation,
     memory_at,
 )
 from draftsmith.eval.results.result import Costs, DrafterResult, Measures, TargetInfo
@@ -177,6 +178,44 @@ def test_results_of_two_targets_make_no_plan() -> None:
         check_one_evaluation([one, one])
     with pytest.raises(UserError, match="several targets"):
         check_one_evaluation([one, replace(other, target=replace(other.target, fingerprint="f2"))])
+
+
+RUN = {"name": "mine", "output_dir": "runs/mine", "train": {}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "recipe", "said"),
+    [
+        ({"prompts": "p2"}, RUN, "their prompts are p1 and p2"),
+        ({"batch": 8}, RUN, "their batches are 1 and 8"),
+        ({"top_k": 20}, RUN, "their top-k is off and 20"),
+        ({"top_p": 0.5}, RUN, r"their top-p is 0\.9 and 0\.5"),
+        ({"min_p": 0.1}, RUN, r"their min-p is off and 0\.1"),
+        ({"repetition_penalty": 1.2}, RUN, r"their repetition penalty is off and 1\.2"),
+        ({}, RUN | {"output_dir": "runs/other"}, "their runs are runs/mine and runs/other"),
+        ({}, {"name": "other", "output_dir": None}, "their runs are runs/mine and runs/other"),
+        ({}, {"name": "mine", "output_dir": None}, None),
+        ({}, RUN | {"output_dir": "runs/../runs/mine/", "train": {"epochs": 2}}, None),
+        ({"prompts": None}, None, None),
+    ],
+)
+def test_results_of_two_evaluations_make_no_plan(
+    settings: dict[str, Any], recipe: dict[str, Any] | None, said: str | None
+) -> None:
+    """Earlier results do not name their prompts. At temperature 0 nothing is filtered but by a repetition penalty."""
+    greedy, warm, warmer = (result(temperature, GOOD) for temperature in (0, 0.7, 1))
+    greedy, warm = (replace(one, recipe=RUN, settings=replace(one.settings, prompts="p1")) for one in (greedy, warm))
+    warm = replace(warm, settings=replace(warm.settings, top_p=0.9))
+    other = {"prompts": "p1", "top_p": 0.9} | settings
+    warmer = replace(warmer, recipe=recipe, settings=replace(warmer.settings, **other))
+    check_one_evaluation([greedy, warm])
+    if said is None:
+        assert make_decision([greedy, warm, warmer], table(), "costs.json") is not None
+        return
+    with pytest.raises(UserError, match=f"of several evaluations, as {said}: plan for one evaluation at a time"):
+        make_decision([greedy, warm, warmer], table(), "costs.json")
+    if "runs" in said:  # in the folder of one evaluation, which was moved before it was whole
+        check_one_evaluation([greedy, warm, warmer], one_run=True)
 
 
 def test_a_simulation_is_planned_at_the_smallest_batch() -> None:

@@ -10,8 +10,8 @@ from draftsmith.eval.clocks.cost_table import CostTable
 from draftsmith.eval.planner.decision import engine_settings, make_decision
 from draftsmith.eval.planner.plan import PAYS
 from draftsmith.eval.planner.verdict import Action, Verdict, decide
-from draftsmith.eval.results.result import Pick, Result, SweepPoint
-from tests.eval.planner.plans import HARDWARE, plan, result, served_table, table
+from draftsmith.eval.results.result import Costs, Pick, Result, SweepPoint
+from tests.eval.planner.plans import HARDWARE, busier, plan, result, served_table, table
 
 
 def judged(*results: Result, costs: CostTable | None = None, **more: Any) -> Verdict:
@@ -103,6 +103,19 @@ def test_the_verdict_and_the_rules_leave_it_off_from_one_batch_on() -> None:
     assert made is not None
     assert made.rules.by_batch[-1] == (8, 16, 0)
     assert "From batch 10 on the target alone is as fast: see the table by batch." in made.verdict.reasons
+
+
+def test_off_below_the_batch_that_it_is_deployed_at_is_not_off_from_there_on() -> None:
+    """At batch 1 a draft costs thirty times as much as it does at the others, and at batch 16 no draft pays."""
+    costs = table(batches=(1, 4, 8, 16))
+    slow = {"eagle3": {str(k): 30.0 * k for k in range(1, 5)}}
+    costs = replace(costs, points=tuple(replace(p, draft_ms=slow) if p.batch == 1 else p for p in costs.points))
+    at_8 = replace(busier(GOOD, 8), costs=Costs({}, {}))
+    found = judged(at_8, costs=costs)
+    assert found.action in (Action.DEPLOY, Action.CHANGE_K)
+    alone = [reason for reason in found.reasons if "the target alone is as fast" in reason]
+    ends = "the target alone is as fast: see the table by batch."
+    assert alone == [f"Up to batch 1 {ends}", f"From batch 16 on {ends}"]
 
 
 def test_a_slow_baseline_is_said() -> None:

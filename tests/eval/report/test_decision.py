@@ -11,7 +11,7 @@ from draftsmith.eval.results.result import Pick, TargetInfo
 from draftsmith.eval.training.history import History, Point
 from draftsmith.heads.vocab import Coverage
 from draftsmith.machine import Clocks
-from tests.eval.planner.plans import result, table
+from tests.eval.planner.plans import result, served_table, table
 
 GOOD = {"overall": 0.8, "code": 0.9, "rag": 0.02}
 
@@ -51,6 +51,22 @@ def test_a_gguf_target_is_still_to_be_timed_in_llama_cpp() -> None:
         )
     other = decided()
     assert "Not timed in" not in render_html(other.plan.results, other)
+
+
+def test_times_of_one_of_several_temperatures_say_of_which() -> None:
+    """Of servers whole rounds were timed, at one temperature for all."""
+    for costs, parts in (
+        (table(), "target ms, T=0 | draft ms, T=0 | rest ms, T=0"),
+        (served_table({2: 12.0, 4: 15.0}), "round ms"),
+    ):
+        both = make_decision([result(t, GOOD) for t in (0, 1)], costs, "costs.json")
+        assert both is not None
+        heads = f"| drafter | K | τ, T=0 | {parts} | speedup, T=0 | speedup, T=1 |"
+        assert heads in render_markdown(both.plan.results, both)
+    alone = decided()
+    assert "| drafter | K | τ | target ms | draft ms | rest ms | speedup, T=0 |" in render_markdown(
+        alone.plan.results, alone
+    )
 
 
 def test_every_place_of_the_plan_is_in_a_table() -> None:

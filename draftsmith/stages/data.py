@@ -37,14 +37,14 @@ def answer_inputs(session: Session) -> dict[str, Any]:
     """Return what the answers depend on, as run.json records it."""
     recipe = session.recipe
     # Sources count by what they say, not by where they lie; the rest matters to later stages only.
-    left_out = ("sources", "split", "slice", "limit", "heldout", "on_too_long", "on_refused", "chat_template", "date")
+    elsewhere = ("sources", "split", "slice", "limit", "heldout", "on_too_long", "on_refused", "chat_template", "date")
     return {
         "conversations": session.conversations_digest,  # first: a wrong path is reported before the target is loaded
         "target": session.target.fingerprint,
         "target.dtype": session.target.dtype_name,
         "eos": list(session.target.eos_ids),
         "tokenizer": session.tokenizer_digest,
-        "data": fingerprint_fields(recipe.data, left_out),
+        "data": fingerprint_fields(recipe.data, elsewhere),
         "answers": fingerprint_fields(
             recipe.answers, ("servers", "served_name")
         ),  # who answers changes no distribution

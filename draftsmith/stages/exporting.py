@@ -96,16 +96,15 @@ def export_stage(session: Session) -> Path:
     known = _told(session)
     places = [one for one in (destination, tuned_folder) if one is not None]
     kept = session.run.holds("export", inputs) and destination.exists()
-    if kept and known.get(destination.name, _NOTHING) != fingerprint(told):
+    if stale := kept and known.get(destination.name, _NOTHING) != fingerprint(told):
         say("export: made again, as prompts are rendered otherwise or an evaluation has chosen other draft lengths")
-        kept, places = False, [*places, destination / "stale"]  # which is never there
     files = convert_head(head, target, **options)  # refuses before an old export is removed
-    if "export" not in session.redo and not kept:
+    if "export" not in session.redo and (stale or not kept):
         check_replaceable(destination, replaced_files(destination, files))
         if tuned_folder is not None:
             check_replaceable(tuned_folder, replaceable(tuned_folder))
     verdict = _against(session)
-    if session.begin("export", inputs, places):
+    if session.begin("export", inputs, None if stale else places):
         if (readme := destination / README).is_file():
             said = read_text(readme, "remove it, and run again")
             if said and (renewed := open_with(verdict, said)) != said:  # by an evaluation since

@@ -1,9 +1,11 @@
 """Checks before a command spends hours of work: mistakes in the recipe, and what does not fit together."""
 
+import json
+from functools import partial
+
 import torch
 
 from draftsmith.data.conversations.left_out import some_of
-from draftsmith.data.conversations.load import Conversation
 from draftsmith.data.features.store import readable_bytes
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost
@@ -92,16 +94,15 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
 
 def _warn_of_learned_prompts(session: Session) -> None:
     """Warn of prompts to measure on that the data to learn from hold, too."""
-    prompts: dict[str, list[Conversation]] = {}  # by the first message, so that few are compared with each row
+    text_of = partial(json.dumps, sort_keys=True, default=str)
+    prompts: dict[str, list[str]] = {}  # ids by text
+    lengths: set[int] = set()
     for one in conversations_of(session):
-        prompts.setdefault(str(one.messages[0]), []).append(one)
-    learned = {
-        prompt.id
-        for row in session.conversations
-        for prompt in prompts.get(str(row.messages[0]), ())
-        if row.messages[: len(asked := prompt.prompt())] == tuple(asked)
-    }
-    if learned:
+        asked = one.prompt()
+        lengths.add(len(asked))
+        prompts.setdefault(text_of(asked), []).append(one.id)
+    texts = (text_of(row.messages[:length]) for row in session.conversations for length in lengths)
+    if learned := {prompt for text in texts for prompt in prompts.get(text, ())}:
         count = sum(map(len, prompts.values()))
         session.warn(
             f"{len(learned)} of the {count} prompts of evaluate.prompts ({some_of(sorted(learned))}) are in data.sources, too: what a head reaches on "

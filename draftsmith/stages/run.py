@@ -80,9 +80,11 @@ class RunDirectory:
                 f"another {self._key}, a new folder or one that a run has made."
             )
 
-    def begin(self, stage: str, inputs: dict[str, Any], *, redo: bool = False, needed: Sequence[Path] = ()) -> bool:
+    def begin(
+        self, stage: str, inputs: dict[str, Any], *, redo: bool = False, needed: Sequence[Path] | None = ()
+    ) -> bool:
         """Return True if the stage is already done with the same inputs, and all that is needed of it is there; else mark it
-        as running.
+        as running. needed: None to make it again whatever is there.
 
         Raises UserError naming what changed if its files were made with other inputs (`redo` sets them aside) or are
         other ones now, for files that were not made here, and where another process is making a stage in this directory.
@@ -90,7 +92,7 @@ class RunDirectory:
         if redo:
             self.set_aside(stage)
         self.check_unchanged(stage, inputs)
-        if self.holds(stage, inputs) and all(path.exists() for path in needed):
+        if needed is not None and self.holds(stage, inputs) and all(path.exists() for path in needed):
             with suppress(UserError), self.writing():  # others may be at work, or this process may only read
                 pass
             return True

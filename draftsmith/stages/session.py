@@ -306,9 +306,9 @@ class Session:
         parts.append(backend.to_str() if backend is not None else sorted(self.tokenizer.get_vocab().items()))
         return fingerprint(parts)
 
-    def begin(self, stage: str, inputs: dict[str, Any], needed: Sequence[Path] = ()) -> bool:
+    def begin(self, stage: str, inputs: dict[str, Any], needed: Sequence[Path] | None = ()) -> bool:
         """Return True where the stage can be reused, with all that is needed of it, and say what; obey --redo the first time the
-        stage begins."""
+        stage begins. needed: None to make it again whatever is there."""
         run, redo = self.directory(stage), stage in self.redo
         done = run.begin(stage, inputs, redo=redo, needed=needed)
         self.redo.discard(stage)

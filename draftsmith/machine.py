@@ -21,6 +21,9 @@ import torch
 
 import draftsmith
 
+_CONTAINER = Path("/sys/fs/cgroup")
+"""Where a container's memory stands; of a machine itself its root has no such files."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -140,8 +143,8 @@ def memory_of(device: torch.device | str) -> int:
     """Return the bytes of memory where a device computes: the GPU's, or the machine's, its container's if that is less."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    container = Path("/sys/fs/cgroup/memory.max")
-    limit = container.read_text(encoding="utf-8").strip() if container.is_file() else ""
+    bound = _CONTAINER / "memory.max"
+    limit = bound.read_text(encoding="utf-8").strip() if bound.is_file() else ""
     total = psutil.virtual_memory().total
     return min(total, int(limit)) if limit.isdecimal() else total
 
@@ -150,7 +153,12 @@ def available_memory(device: torch.device) -> int:
     """Return the bytes that are free on a device, at most those that it has for this process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(psutil.virtual_memory().available, memory_of(device))
+    free, most = psutil.virtual_memory().available, memory_of(device)
+    if most == psutil.virtual_memory().total:
+        return free
+    taken, held = ((_CONTAINER / name).read_text(encoding="utf-8") for name in ("memory.current", "memory.stat"))
+    files = dict(line.split() for line in held.splitlines())  # what gives way
+    return max(0, min(free, most - int(taken) + int(files["active_file"]) + int(files["inactive_file"])))
 
 
 def emulates_bf16(device: str) -> bool:

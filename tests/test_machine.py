@@ -4,11 +4,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from draftsmith import machine
 from draftsmith.machine import faster_in_bf16
 
 CPU = torch.device("cpu")
@@ -38,6 +40,22 @@ def test_what_emulates_it_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.nn.functional, "linear", None)
     assert not faster_in_bf16(CPU)
+
+
+def test_what_a_container_has_taken_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that it has read are: they give way."""
+    monkeypatch.setattr(machine, "_CONTAINER", tmp_path)
+    plain = machine.available_memory(CPU)
+    for name, text in (
+        ("max", "1000000"),
+        ("current", "900000"),
+        ("stat", "anon 5\nactive_file 7\ninactive_file 200"),
+    ):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert machine.memory_of(CPU) == 1000000
+    assert machine.available_memory(CPU) == 100207
+    (tmp_path / "memory.max").write_text("max\n")
+    assert machine.available_memory(CPU) == pytest.approx(plain, rel=0.5)
 
 
 of_glibc = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the settings belong to glibc")

@@ -152,9 +152,9 @@ def _shortest(requests: Sequence[Request], count: int) -> list[Request]:
 def certify(own: Namespace, words: list[str]) -> int:
     """Write a certificate and its page; return 3 where it is not given."""
     refuse_redo("certify", words, "what is there of a certificate goes on")
-    if len(own.url) not in (0, 2):
+    if len(own.url) not in (0, 2) or len({url.rstrip("/") for url in own.url}) < len(own.url):
         raise UserError(
-            f"--url is given {len(own.url)} times: give the server that drafts, then one that serves the same target alone."
+            f"--url is given {len(own.url)} times ({', '.join(own.url)}): give the server that drafts, then another one that serves the same target alone."
         )
     if own.url and own.head is not None:
         raise UserError("--head is for this decoder, and the servers of --url have their own: leave it out.")

@@ -104,9 +104,19 @@ def result_pairs(old: Path, new: Path) -> tuple[list[tuple[tuple[Path, Result], 
 def _result_files(place: Path) -> list[Path]:
     if not place.is_dir():
         return [place]
-    for pattern in ("result.json", "*/result.json", "evaluation/*/result.json", "simulation/*/result.json"):
+    for pattern in ("result.json", "*/result.json"):
         if paths := sorted(place.glob(pattern)):
             return paths
+    decoded, simulated = (sorted(place.glob(f"{name}/*/result.json")) for name in ("evaluation", "simulation"))
+    if decoded and simulated:
+        dates = [max(read_result(path).date for path in paths) for paths in (decoded, simulated)]
+        if dates[0] < dates[1]:
+            raise UserError(
+                f"{place} holds a simulation of {dates[1]} and an evaluation of {dates[0]}: name the folder of the one to compare, "
+                f"{place / 'simulation'} or {place / 'evaluation'}."
+            )
+    if paths := decoded or simulated:
+        return paths
     raise UserError(
         f"There is no result.json in {place}: name a result.json, an evaluation's folder, or the directory of a run that was evaluated."
     )

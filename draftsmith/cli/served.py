@@ -1,8 +1,7 @@
 """`draftsmith evaluate --url` and `what-if`: running servers with and without speculation, and how they accept as a better head would."""
 
-import json
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from draftsmith.eval.report.report import REPORT_MARKS, terminal_cell, write_rep
 from draftsmith.eval.report.served import notes_of, tables_of
 from draftsmith.eval.results.result import Result, Settings, TargetInfo, read_result, write_result
 from draftsmith.eval.results.served import Served, ServedAcceptance, ServedServer
+from draftsmith.foreign.server import as_asked
 from draftsmith.foreign.text import read_json
 from draftsmith.machine import command_line, environment
 from draftsmith.progress import say
@@ -124,18 +124,7 @@ def _chats(session: Session, *, ignore_end: bool) -> Iterator[Chat]:
         most = spec.max_new_tokens_by_slice.get(one.slice, spec.max_new_tokens)
         tools = {"tools": list(one.tools)} if one.tools else {}
         end = {"ignore_eos": True} if ignore_end else {}
-        yield Chat(one.id, {"messages": [*_asked(one.prompt())], "max_tokens": most, **standard, **tools, **end})
-
-
-def _asked(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield messages as servers take them: arguments of calls as JSON texts, calls with ids, and no key of training's."""
-    for place, message in enumerate(messages):
-        kept = {key: value for key, value in message.items() if key != "weight"}
-        for number, call in enumerate(calls := [{**call} for call in kept.get("tool_calls", ())]):
-            call.setdefault("id", f"call-{place}-{number}")
-            given = call["function"].get("arguments", {})
-            call["function"] = call["function"] | {"arguments": given if isinstance(given, str) else json.dumps(given)}
-        yield kept | ({"tool_calls": calls} if calls else {})
+        yield Chat(one.id, {"messages": [*as_asked(one.prompt())], "max_tokens": most, **standard, **tools, **end})
 
 
 def _read_costs(path: Path) -> CostTable | Served:
@@ -183,7 +172,7 @@ def what_if(own: Namespace, words: list[str]) -> int:
     if words:
         raise UserError(f"what-if takes --tau, --draft-length, --report and --costs, but not {words[0]}.")
     # The shares of rounds that accept each drafted token, which a wanted tau bends, and the tau that they have of a report.
-    shape, known, name = [0.5**i for i in range(1, own.draft_length + 1)], None, own.drafter
+    shape, known, name, heat = [0.5**i for i in range(1, own.draft_length + 1)], None, own.drafter, None
     costs = None if own.costs is None else _read_costs(own.costs)
     if name is not None and own.report is None and not isinstance(costs, CostTable):
         raise UserError(
@@ -194,7 +183,8 @@ def what_if(own: Namespace, words: list[str]) -> int:
             f"{own.costs} has no drafter {name!r}{did_you_mean(name, costs.drafters)}: it has {', '.join(costs.drafters)}."
         )
     if own.report is not None:
-        name, overall, _ = read_measures(own.report, own.drafter)
+        name, overall, result = read_measures(own.report, own.drafter)
+        heat = result.settings.temperature
         shares = overall.acceptance_at_simulated or overall.acceptance_at or ()
         shape = [share for share in shares[: own.draft_length] if share is not None]
         if len(shape) < own.draft_length:
@@ -206,7 +196,9 @@ def what_if(own: Namespace, words: list[str]) -> int:
         raise UserError(
             "what-if needs the tau of a head that is not there yet: add --tau 2.5, or --report FILE for that of a result."
         )
-    predict = None if costs is None else predictor(costs, name or "", None)
+    if isinstance(costs, CostTable) and heat is None and not costs.times(0.0):
+        heat = costs.temperatures[0]
+    predict = None if costs is None else predictor(costs, name or "", None, heat or 0.0)
     for tau in own.tau or [known]:
         rates = rates_for(tau, shape)
         put(

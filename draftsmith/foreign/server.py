@@ -198,6 +198,17 @@ class ModelServer:
         return text
 
 
+def as_asked(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield messages as servers take them: arguments of calls as JSON texts, calls with ids, and no key of training's."""
+    for place, message in enumerate(messages):
+        kept = {key: value for key, value in message.items() if key != "weight"}
+        for number, call in enumerate(calls := [{**call} for call in kept.get("tool_calls", ())]):
+            call.setdefault("id", f"call-{place}-{number}")
+            given = call["function"].get("arguments", {})
+            call["function"] = call["function"] | {"arguments": given if isinstance(given, str) else json.dumps(given)}
+        yield kept | ({"tool_calls": calls} if calls else {})
+
+
 def _check_whole(reply: HTTPResponse) -> None:
     """Raise IncompleteRead where a reply that was read to its end is shorter than it said."""
     if reply.length:

@@ -86,8 +86,9 @@ def _make_stages(session: Session, command: str, show: Callable[[list[Path]], No
         return made
     if start is not None and made.features is not None:
         made.head = train_stage(session, start, made.features)
-    if "evaluate" in stages or "simulate" in stages:
+    if {"evaluate", "simulate", "export"} & {*stages}:
         warn_of_untaught(session)
+    if "evaluate" in stages or "simulate" in stages:
         made.results = evaluate_stage(session, decode="evaluate" in stages)
         show(made.results)
     if "export" in stages and (command == "export" or layouts_of(session.recipe.method)):

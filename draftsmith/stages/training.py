@@ -14,7 +14,7 @@ from draftsmith.data.conversations.load import find_chats
 from draftsmith.data.features.store import FeatureSource, readable_bytes
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost
-from draftsmith.eval.training.history import read_history, tell, untaught
+from draftsmith.eval.training.history import read_history, read_stage, tell, untaught
 from draftsmith.fields import fingerprint_fields
 from draftsmith.foreign.text import read_object
 from draftsmith.heads.adapter import DraftAdapter, adapt
@@ -72,6 +72,7 @@ def prepare_training(session: Session, samples: Sequence[Tokenized]) -> Start:
     """Split the samples, choose the draft vocabulary and make the head. Raises UserError for what cannot be trained."""
     train, heldout = split_samples(session, samples)
     warm = load_warm(session.recipe, session.target)
+    _warn_of_learned_heldout(session)
     learned = [samples[i] for i in train]
     vocab = pick_draft_vocab(session, warm, learned)
     covered = None
@@ -95,6 +96,20 @@ def prepare_training(session: Session, samples: Sequence[Tokenized]) -> Start:
             f"{len(names - known)} tensors are new, {len(known - names)} left out"
         )
     return Start(head, train, heldout, covered, longest)
+
+
+def _warn_of_learned_heldout(session: Session) -> None:
+    """Warn where the head that training starts from has learned some of the answers that are held out now."""
+    warm, answers = warm_folder(session.recipe), session.upstream("answers")
+    run = warm and next((one for one in warm.resolve().parents[:3] if (one / "run.json").is_file()), None)
+    if run is None or answers is None:
+        return
+    before, heldout = read_stage(run / "run.json", "train")[0], session.recipe.data.heldout
+    if before.get("answers") == answers and (kept := before.get("data.heldout", heldout)) < heldout:
+        session.warn(
+            f"data.heldout is {heldout}, but the head of train.warm_start kept out {kept} of the same answers and learned the others: held-out tau "
+            f"is too high from the first step on, and that head may stay the best one; set data.heldout to {kept}."
+        )
 
 
 def _chooses_vocab(session: Session, warm: DraftHead | None) -> bool:
@@ -151,13 +166,21 @@ def learned(session: Session) -> Path | None:
 
 
 def warn_of_untaught(session: Session) -> None:
-    """Warn, before hours of decoding, of a head that has learned nothing according to its run's metrics."""
+    """Warn, before hours of decoding, of a head that has learned nothing according to its run's metrics, or was not to the end of its
+    training."""
     try:
         past = read_history(session.named_head or session.recipe.run_dir)
     except UserError as error:  # a damaged log is no reason to measure nothing
         say(f"warning: {error}")
         return
-    if past is not None and past.learned_nothing:
+    if past is None:
+        return
+    if not past.finished:
+        session.warn(
+            f"the training of this head was not finished: its last evaluation is of step {past.points[-1].step}, before learning rates fell to their end, and "
+            "the best head so far is taken; go on with `draftsmith train`, then evaluate and export again."
+        )
+    if past.learned_nothing:
         session.warn(untaught(past))
 
 

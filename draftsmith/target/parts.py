@@ -185,6 +185,9 @@ def open_parts(
         )
     source, taken = str(model_folder(path)), getattr(torch, record.dtype)
     config = load_config(source, trust_remote_code)
+    own = getattr(config, "dtype", None) or record.dtype
+    if dtype == "auto" and str(own).removeprefix("torch.") != record.dtype:
+        return None  # the store was made in another than the checkpoint's
     with foreign_code(f"Cannot open the target {path}", "fetch it again"), torch.device("meta"):
         model = opener_of(config).from_config(
             config,

@@ -192,6 +192,10 @@ class Judge:
             for one in checks
             if one.p < level
         ]
+        if alone := sum(batch["accepted"] + batch["rejected"] for batch in own):
+            reasons.append(
+                f"the side that writes alone drafts too ({alone} drafts of it), so it says nothing of the other"
+            )
         reasons += [
             f"no draft was {what}, so nothing is known of what happens when one is"
             for what, n in counts.items()

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.errors import UserError
+from draftsmith.eval.gate.gate import refuse_served
 from draftsmith.eval.results.conditions import sharers
 from draftsmith.eval.results.intervals import FEWEST_PROMPTS, Interval, bootstrap_tau
 from draftsmith.eval.results.metrics import METRICS, Metric, taus_by_k
@@ -59,13 +60,15 @@ class DrafterComparison:
 @dataclass(frozen=True)
 class Comparison:
     """old, new: the files. sides: of what run or head each is, when and at which temperature it was measured. notes: what else
-    changed, what is left out, and why; sentences without a full stop."""
+    changed, what is left out, and why; sentences without a full stop. lost: the old result's own head, where it is compared with nothing
+    and nobody named what to compare."""
 
     old: str
     new: str
     sides: tuple[str, str]
     notes: tuple[str, ...]
     drafters: tuple[DrafterComparison, ...]
+    lost: str | None = None
 
     @property
     def worse(self) -> list[str]:
@@ -79,7 +82,13 @@ class Comparison:
         ]
 
     def require_intervals(self) -> None:
-        """Raise UserError where nothing could be worse beyond noise, as the overall tau of a drafter has no interval."""
+        """Raise UserError where nothing could be worse beyond noise, as the overall tau of a drafter has no interval, or the head
+        itself is compared with nothing."""
+        if self.lost is not None:
+            raise UserError(
+                f"--fail-if-worse: {self.new} has no {self.lost}, the head of {self.old}, so nothing could tell whether it is worse: name what "
+                "belongs together with --drafter OLD=NEW."
+            )
         for one in self.drafters:
             taus = [d for d in one.differences if d.slice == OVERALL and d.metric in ("tau", "tau_simulated")]
             if one.k[0] != one.k[1]:
@@ -102,6 +111,8 @@ def compare_results(
     files: what messages call the two. Raises UserError for results of other settings or prompts, and for a pair that names no
     drafter of each.
     """
+
+    refuse_served(dict(zip(files, (old, new), strict=True)))
 
     def facts(result: Result) -> dict[str, object]:
         s = result.settings
@@ -129,7 +140,9 @@ def compare_results(
             notes.append(f"speeds are left out, as they are of other machines or batches: {machines}")
         elif min(repeats) > 1:
             notes.append("intervals of speeds are those of the repeats: another load of the machine is not in them")
-    return Comparison(*files, (_side(old), _side(new)), tuple(notes), drafters)
+    head = next(iter(old.drafters))
+    lost = None if pairs or any(head == a for a, _ in names) else head
+    return Comparison(*files, (_side(old), _side(new)), tuple(notes), drafters, lost)
 
 
 def _side(result: Result) -> str:

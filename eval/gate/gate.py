@@ -135,6 +135,17 @@ def check_names(
         _expect(threshold, "drafter", threshold.drafter, drafters)
 
 
+def refuse_served(results: Mapping[str, Result]) -> None:
+    """Raise UserError for a result of running servers, whose drafters are those of the evaluation that it was compared with.
+
+    results: by the name that messages give them, such as their file."""
+    if served := next((source for source, result in results.items() if result.served is not None), None):
+        raise UserError(
+            f"{served} is of running servers, and its drafters are those of the evaluation that --report named: give that evaluation's "
+            "result.json, as no threshold or comparison looks at servers."
+        )
+
+
 def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]) -> list[ThresholdCheck]:
     """Compare every threshold with every drafter and setting that it applies to; at least one check each.
 
@@ -142,6 +153,8 @@ def check_results(results: Mapping[str, Result], thresholds: Sequence[Threshold]
     drafter, a slice or a temperature that is not there, and for a number that was not measured.
     """
     checks = []
+    if thresholds:
+        refuse_served(results)
     for threshold in thresholds:
         _expect(threshold, "temperature", threshold.temperature, [r.settings.temperature for r in results.values()])
         names = [

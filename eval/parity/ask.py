@@ -17,7 +17,7 @@ from draftsmith.eval.engines.llama_cpp import UNSEEN, greedy_body
 from draftsmith.eval.ledger.sources import read_answer
 from draftsmith.eval.parity.bundle import Bundle, ParityPrompt
 from draftsmith.eval.parity.diagnose import Seen
-from draftsmith.foreign.server import LLAMA_CPP, SGLANG, VLLM, ModelServer, ServerError
+from draftsmith.foreign.server import LLAMA_CPP, SGLANG, VLLM, ModelServer, ServerError, as_asked
 from draftsmith.progress import say
 
 _SETTLES = 2.0
@@ -117,11 +117,15 @@ class AskedServer(ModelServer):
         """Add how many tokens the server makes of the messages of a prompt, where it takes messages."""
         if prompt.messages is None:
             return seen
-        body = {"model": self.model, "messages": list(prompt.messages), "max_tokens": 1, "temperature": 0.0}
+        body = {"model": self.model, "messages": [*as_asked(prompt.messages)], "max_tokens": 1, "temperature": 0.0}
         body |= {"chat_template_kwargs": template} if template else {}
         try:
             reply = self.post("/v1/chat/completions", body | {"return_token_ids": True})
-        except ServerError:  # without a chat template it takes none
+        except ServerError as error:  # as without a chat template
+            say(
+                f"warning: {error} So whether chats are rendered as the head learned them is not known: start the server with the target's (--chat-template).",
+                once=True,
+            )
             return seen
         usage, ids = reply.get("usage"), reply.get("prompt_token_ids")
         tokens = usage.get("prompt_tokens") if isinstance(usage, dict) else None

@@ -129,7 +129,9 @@ class FileSource:
         with open_file(self.path, _REMEDY) as file:
             size, inode = file.seek(0, 2), self.path.stat().st_ino
             if last.offset > size or last.inode not in (0, inode):
-                say(f"{self.name} began anew: going on from its start.")
+                say(
+                    f"{self.name} began anew: going on from its start; what its earlier file got behind byte {last.offset:,} was not read."
+                )
                 last = replace(last, inode=0, offset=0, lines=0)
             file.seek(last.offset)
             data = file.read(_CHUNK)

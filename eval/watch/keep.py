@@ -123,8 +123,12 @@ class Keeper:
             }
         if isinstance(value, list):
             return [self._clean(one, names) for one in value]
-        if isinstance(value, str) and (value := self._redacted(value)) is None:
-            raise _KeptOutError
+        if isinstance(value, str) or (
+            not names and isinstance(value, int | float)
+        ):  # numbers of calls too, not a schema's bounds
+            if (text := self._redacted(str(value))) is None:
+                raise _KeptOutError
+            return value if text == str(value) else text
         return value
 
     def _redacted(self, text: str) -> str | None:

@@ -174,6 +174,8 @@ class Side:
         floor = np.minimum(np.minimum.accumulate(walk), 0.0)
         self.run = float(walk[-1] - floor[-1])
         start = 0
+        if not self.rounds:
+            self.since = first
         if (lowest := np.flatnonzero(walk == floor)).size:
             start = int(lowest[-1]) + 1
             self.since, self.rounds, self.tokens, self.worst = first + start, 0.0, 0.0, ()

@@ -116,7 +116,7 @@ def test_what_cannot_be_certified_is_refused(place: Path, tmp_path: Path, capsys
     for own, said in (
         (["--evaluate.temperatures", "[0.0]"], "evaluate.temperatures holds 0 alone"),
         (["--evaluate.drafts", typical], "typical (lossy), whose acceptance is lossy by design"),
-        (["--url", "http://localhost:1"], "--url is given 1 times: give the server that drafts"),
+        (["--url", "http://localhost:1"], "--url is given 1 times (http://localhost:1): give the server that drafts"),
         (["--prompts", "1", *HOT], "certify takes two prompts or more"),
         (["--model", "m"], "--model is what servers call the target"),
         (["--level", "1"], "--level is '1': give a number above 0 and below 1"),
@@ -125,3 +125,7 @@ def test_what_cannot_be_certified_is_refused(place: Path, tmp_path: Path, capsys
         assert said in fails(words(place, *own), capsys)
     urls = ["--url", "http://localhost:1", "--url", "http://localhost:2"]
     assert "--head is for this decoder" in fails(words(place, *urls), capsys)
+    twice = ["--url", "http://localhost:1", "--url", "http://localhost:1/"]
+    assert "--url is given 2 times (http://localhost:1, http://localhost:1/): give" in fails(
+        words(place, *twice), capsys
+    )

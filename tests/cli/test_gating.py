@@ -102,6 +102,20 @@ def write_run(name: str, results: dict[str, float], below: str = "evaluation", t
         write(Path(name) / below / folder / "result.json", replace(decoded(tau), settings=settings))
 
 
+def test_a_run_whose_simulation_is_newer_than_its_evaluation_is_asked_which(
+    files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind, day in (("evaluation", 2), ("simulation", 1)):
+        write_run("a", {"t0": 0.0}, kind)
+        path = Path("a", kind, "t0", "result.json")
+        write(path, replace(read_result(path), date=f"2026-11-0{day}"))
+    assert main(["compare", "a", "a"]) == 0
+    assert str(Path("a", "evaluation", "t0")) in capsys.readouterr().out
+    write(path, replace(read_result(path), date="2026-11-03"))
+    said = "a holds a simulation of 2026-11-03 and an evaluation of 2026-11-02: name the folder"
+    assert said in fails_at_once(["compare", "old.json", "a"], capsys)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "compared"),
     [

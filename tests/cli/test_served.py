@@ -164,6 +164,20 @@ def test_what_if_prints_what_engines_take(tmp_path: Path, capsys: pytest.Capture
         assert message in capsys.readouterr().err
 
 
+def test_what_if_takes_the_costs_of_the_report_s_temperature(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, temperatures = Path(COSTS).with_name("t0.7") / "result.json", list[float]()
+    monkeypatch.setattr(
+        "draftsmith.cli.served.predictor",
+        lambda costs, name, report, temperature: temperatures.append(temperature) or (lambda rows, accepted: None),
+    )
+    for words in (["--report", str(report), "--draft-length", "3"], ["--tau", "2"]):
+        assert main(["what-if", *words, "--costs", COSTS]) == 0
+    assert temperatures == [0.7, 0.0]
+    capsys.readouterr()
+
+
 def test_servers_are_asked_as_the_recipe_renders_and_calls_are_texts(words: list[str], tmp_path: Path) -> None:
     call = {"function": {"name": "add", "arguments": {"a": 2}}}
     asked = [

@@ -203,6 +203,17 @@ def test_an_export_is_made_again_where_prompts_are_rendered_otherwise(
     assert capsys.readouterr().err.endswith(f"export: reusing {made}\n")
 
 
+def test_a_server_that_takes_no_messages_is_said_to(export: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its template may be another one, and nobody knows."""
+    plain = replies(read_bundle(export), "vLLM")
+    reply = lambda asked: (400, {"error": "no template"}) if "messages" in asked else plain(asked)  # noqa: E731
+    with serving(Engine("vLLM", reply=reply)) as url:
+        assert main(["verify", str(export), "--url", url]) == 0
+    told = capsys.readouterr().err
+    assert "/v1/chat/completions (status 400)" in told
+    assert "So whether chats are rendered as the head learned them is not known" in told
+
+
 @pytest.mark.parametrize("unasked", [0, 4])
 def test_servers_are_sent_what_the_template_was_given_and_no_penalty(
     unasked: int, export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -63,6 +63,29 @@ def test_a_head_that_learned_nothing_is_said_before_decoding(
     assert "warning: " in capsys.readouterr().err
 
 
+def test_the_head_of_a_training_that_was_not_finished_is_said(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "train" / "summary.json").unlink()
+    warn_of_untaught(session := make_session(run))
+    (said,) = session.said
+    assert "the training of this head was not finished: its last evaluation is of step" in said
+
+
+@pytest.mark.parametrize(("heldout", "answers", "said"), [(30, "abc", True), (20, "abc", False), (30, "other", False)])
+def test_answers_that_a_warm_start_has_learned_are_not_held_out_in_silence(
+    heldout: int, answers: str, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (best := tmp_path / "run" / "train" / "best").mkdir(parents=True)
+    record = {"train": {"inputs": {"answers": "abc", "data.heldout": 20}, "facts": {}}}
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    monkeypatch.setattr(training, "warm_folder", lambda recipe: best)
+    session = make_session(tmp_path / "new")
+    session.recipe.data = SimpleNamespace(heldout=heldout)
+    session.upstream = lambda stage: answers
+    training._warn_of_learned_heldout(session)
+    assert ["kept out 20 of the same answers and learned the others" in text for text in session.said] == [True] * said
+
+
 @pytest.mark.parametrize(
     ("training_share", "chosen", "fix"),
     [

@@ -129,6 +129,13 @@ def test_two_tensors_are_read_and_the_layers_have_no_memory(tmp_path: Path, monk
         found.forward(torch.zeros(1, 3, dtype=torch.int64))
 
 
+def test_the_dtype_of_the_checkpoint_is_not_that_of_any_store(tmp_path: Path) -> None:
+    path = save_tiny_target(tmp_path / "llama", "llama")
+    write_parts(load_target(path, dtype="bfloat16"), tmp_path / PARTS, LAYERS, None)
+    assert opened(path, tmp_path, dtype="bfloat16") is not None
+    assert opened(path, tmp_path) is None, "it is in float32"
+
+
 def test_what_is_packed_is_not_kept(tmp_path: Path) -> None:
     target = load_target(save_tiny_target(tmp_path / "llama", "llama"))
     target.head.weight = target.head.weight + 1  # what its files do not hold

@@ -76,6 +76,12 @@ def test_a_server_that_drafts_nothing_is_not_certified() -> None:
     assert "no draft was accepted" in str(certify(engine("vLLM"), engine("vLLM"), 0.4).reasons)
 
 
+def test_two_servers_that_draft_certify_nothing() -> None:
+    both = (engine("llama.cpp", draft_n=4, draft_n_accepted=3) for _ in range(2))
+    (reason,) = certify(*both, 0.4).reasons
+    assert reason.startswith("the side that writes alone drafts too (")
+
+
 def test_greedy_answers_part_at_near_ties_alone() -> None:
     def near(p: np.ndarray) -> np.ndarray:
         """Lets the second token win by a little where it is close."""

@@ -21,6 +21,9 @@ from draftsmith.eval.results.result import (
     SweepPoint,
     TargetInfo,
 )
+from draftsmith.eval.results.served import Served
+
+SERVED = Served((), (), 0.0, 11, 12, 1, False, Hardware("invented", 1, 1, 1.0, None), "", None, "")
 
 
 def measures(tau: float, /, prompts: int = 12, **changes: Any) -> Measures:
@@ -321,6 +324,25 @@ def test_both_sides_are_named() -> None:
     assert found.sides == ("run small, 2026-11-20, temperature 0", "head 'my heads/a', run runs/b, temperature 0")
     assert "eagle3 in the new result has 200 parameters and not 100 as in the old one" in found.notes
     assert not [note for note in compare_results(old, old).notes if "parameters" in note]
+
+
+def test_results_of_servers_are_not_compared_by_the_report_beside_them() -> None:
+    served = replace(decoded(), served=SERVED)
+    for old, new in ((served, decoded()), (decoded(), served)):
+        with pytest.raises(
+            UserError, match=r"^b is of running servers" if new is served else r"^a is of running servers"
+        ):
+            compare_results(old, new, ("a", "b"))
+
+
+def test_a_gate_whose_head_is_gone_is_refused() -> None:
+    drafters = decoded().drafters
+    both = replace(decoded(), drafters=drafters | {"prompt lookup": drafters["eagle3"]})
+    new = replace(both, drafters={"eagle3, bfloat16": drafters["eagle3"], "prompt lookup": drafters["eagle3"]})
+    compare_results(both, both).require_intervals()
+    compare_results(both, new, pairs=["prompt lookup"]).require_intervals()
+    with pytest.raises(UserError, match="b has no eagle3, the head of a, so nothing could tell whether it is worse"):
+        compare_results(both, new, ("a", "b")).require_intervals()
 
 
 def test_a_gate_on_nothing_is_refused() -> None:

@@ -14,6 +14,7 @@ from draftsmith.eval.gate import gate
 from draftsmith.eval.gate.gate import ThresholdCheck, check_names, check_results, parse_thresholds, to_junit
 from draftsmith.eval.results.metrics import METRICS, Metric
 from draftsmith.eval.results.result import DrafterResult, Hardware, Measures, Result, Settings, TargetInfo, write_result
+from draftsmith.eval.results.served import Served
 
 
 def measures(tau: float, /, **changes: Any) -> Measures:
@@ -52,6 +53,7 @@ def result(temperature: float, drafters: dict[str, float], **changes: Any) -> Re
     )
 
 
+SERVED = Served((), (), 0.0, 11, 12, 1, False, Hardware("invented", 1, 1, 1.0, None), "", None, "")
 LOSSY = "medusa medusa_63, typical (lossy)"
 RESULTS = {
     "a": result(0.0, {"eagle3": 3.5, LOSSY: 3.0}),
@@ -267,6 +269,14 @@ def test_report_refuses_before_or_after_it_writes(
     assert main(words) == 2
     assert said in capsys.readouterr().err
     assert (tmp_path / "report").exists() is (threshold == "code.tau=2"), "which depends on the results"
+
+
+def test_a_report_of_servers_has_no_gate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its drafters are those of the evaluation beside them, whatever the servers reach."""
+    write_result(tmp_path / "result.json", replace(RESULTS["a"], served=SERVED))
+    words = ["report", str(tmp_path / "result.json"), "--output", str(tmp_path / "report"), "--fail-under", "tau=2"]
+    assert main(words) == 2
+    assert f"{tmp_path / 'result.json'} is of running servers, and its drafters are those" in capsys.readouterr().err
 
 
 ODD = 'a "head" <of> Tom & Jerry\x00\x1b[31m\ud800\ufffe\n'

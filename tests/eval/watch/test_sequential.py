@@ -48,6 +48,13 @@ def test_stationary_days_have_no_alarm_and_changes_of_tau_are_seen() -> None:
         assert all(alarm == side and within <= 2000 for alarm, within in alarms(alpha, 15))
 
 
+def test_a_fall_right_behind_the_baseline_is_said_to_begin_there() -> None:
+    one = watched(0)
+    one.take([Observation(40.0, 40.0, (500 + i) / PER_DAY, 1.0, f"{i}") for i in range(1, 400)])
+    assert (one.alarm, one.sides[LOW].since) == (LOW, 500)
+    assert one.sides[LOW].rounds == 40 * (one.alarmed - 500)
+
+
 def test_the_limit_is_what_keeps_false_alarms_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequential, "DAILY", 5000.0)
     assert sum(alarm is not None for alarm, _ in alarms(0.5, 20)) > 10

@@ -419,6 +419,7 @@ def test_what_a_call_passes_on_is_redacted_whatever_its_keys_are(tmp_path: Path)
     """The hook sees it, too."""
     seen = list[str]()
     passed = {"id": "b@c.de", "name": "Bob", "type": "4111 1111 1111 1111", "to": [{"role": "b@c.de"}]}
+    passed |= {"card": 4111111111111111, "amount": 12.5, "sure": True, "none": None}
     call = {"id": "call-1", "type": "function", "function": {"name": "send_mail", "arguments": json.dumps(passed)}}
     asked = [
         {"role": "user", "name": "a@b.de", "content": [{"type": "text", "text": "hi a@b.de"}]},
@@ -428,7 +429,7 @@ def test_what_a_call_passes_on_is_redacted_whatever_its_keys_are(tmp_path: Path)
     told = {
         "name": "send_mail",
         "description": "Ask a@b.de",
-        "parameters": {"properties": {"name": {"type": "string"}}},
+        "parameters": {"properties": {"name": {"type": "string"}, "card": {"maximum": 9999999999999999}}},
     }
     record = {
         "messages": asked,
@@ -448,6 +449,10 @@ def test_what_a_call_passes_on_is_redacted_whatever_its_keys_are(tmp_path: Path)
         "name": "Bob",
         "type": "[NUMBER]",
         "to": [{"role": "[EMAIL]"}],
+        "card": "[NUMBER]",
+        "amount": 12.5,
+        "sure": True,
+        "none": None,
     }
     assert {"Bob", "[NUMBER]", "Ask [EMAIL]", "Done."} <= set(seen)
     assert row["tools"] == [{"type": "function", "function": told | {"description": "Ask [EMAIL]"}}]

@@ -115,14 +115,30 @@ def load_conversations(
 
 
 def find_chats(conversations: Sequence[Conversation], *, answered: bool) -> dict[str, str]:
-    """Return by the id of every row that of the first one which is the same up to the first answer to a user: the requests of a chat are
-    such, each of which has the turns before it. answered: that answer is the same, too; else the target is to give its own."""
+    """Return by the id of every row that of the row that begins its chat, whose requests each have the turns before them.
+
+    answered: what is learned are the answers in the data, and rows with the same first answer to a user are of one chat; the first one
+    begins it. Else the target gives its own to each row's prompt, and a row is of the chat of the shortest prompt that its own begins with:
+    examples at the beginning of every prompt make no chat of them."""
     firsts, chats = dict[str, str](), dict[str, str]()
-    for one in conversations:
-        roles = [message["role"] for message in one.messages]
+    kept = {
+        one.id: one.messages
+        if answered or all(message["role"] == "assistant" for message in one.messages)
+        else one.prompt()
+        for one in conversations
+    }
+    if not answered:
+        for name, messages in kept.items():
+            firsts.setdefault(fingerprint(messages), name)
+    for name, messages in kept.items():
+        roles = [message["role"] for message in messages]
         asked = roles.index("user") if "user" in roles else 0
-        end = roles.index("assistant", asked) + answered if "assistant" in roles[asked:] else len(roles)
-        chats[one.id] = firsts.setdefault(fingerprint(one.messages[:end]), one.id)
+        answers = [place for place, role in enumerate(roles) if role == "assistant" and place > asked]
+        if answered:
+            chats[name] = firsts.setdefault(fingerprint(messages[: answers[0] + 1] if answers else messages), name)
+        else:
+            begins = (firsts.get(fingerprint(messages[:end])) for end in (*answers, len(messages)))
+            chats[name] = next(begin for begin in begins if begin is not None)
     return chats
 
 

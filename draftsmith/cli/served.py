@@ -13,7 +13,7 @@ from draftsmith.cli.boundary import put
 from draftsmith.cli.commands import COMMANDS
 from draftsmith.cli.ledger import read_measures
 from draftsmith.errors import UserError, did_you_mean
-from draftsmith.eval.clocks.cost_table import CostTable, read_cost_table
+from draftsmith.eval.clocks.cost_table import CostTable, check_fits, read_cost_table
 from draftsmith.eval.engines.comparison import make_level, predictor, rates_for, start_lines
 from draftsmith.eval.engines.load import Chat, ChatServer, Limits, take_turns
 from draftsmith.eval.report.report import REPORT_MARKS, terminal_cell, write_report
@@ -61,7 +61,8 @@ def evaluate_served(own: Namespace, words: list[str]) -> int:
     drafter = drafters.get(recipe.method) or next(iter(drafters.values()), None)
     predict = None
     if own.costs is not None:
-        predict = predictor(_read_costs(own.costs), recipe.method, drafter, recipe.evaluate.temperatures[0])
+        costs = _read_costs(own.costs, report)
+        predict = predictor(costs, recipe.method, drafter, recipe.evaluate.temperatures[0])
     folder = own.output or Path("served")
     for name, mark in _MARKS.items():
         check_ours("--output", folder / name, mark)
@@ -127,11 +128,15 @@ def _chats(session: Session, *, ignore_end: bool) -> Iterator[Chat]:
         yield Chat(one.id, {"messages": [*as_asked(one.prompt())], "max_tokens": most, **standard, **tools, **end})
 
 
-def _read_costs(path: Path) -> CostTable | Served:
-    """Return a table of costs, or what servers with injected acceptance took. Raises UserError for a file that is neither."""
+def _read_costs(path: Path, report: Result | None) -> CostTable | Served:
+    """Return a table of costs, or what servers with injected acceptance took. Raises UserError for a file that is neither, and for a
+    table that is not of the report's target and drafters."""
     value = read_json(path, "give a table of `draftsmith costs`, or the result.json of `evaluate --url --injected`")
     if not (isinstance(value, dict) and "drafters" in value):
-        return read_cost_table(path)
+        table = read_cost_table(path)
+        if report is not None and report.drafters:  # of no servers alone
+            check_fits(table, f"--costs {path}", report)
+        return table
     if (served := read_result(path).served) is None:
         raise UserError(
             f"--costs {path} is of no running servers: give a table of `draftsmith costs`, or a result of `evaluate --url`."
@@ -173,7 +178,9 @@ def what_if(own: Namespace, words: list[str]) -> int:
         raise UserError(f"what-if takes --tau, --draft-length, --report and --costs, but not {words[0]}.")
     # The shares of rounds that accept each drafted token, which a wanted tau bends, and the tau that they have of a report.
     shape, known, name, heat = [0.5**i for i in range(1, own.draft_length + 1)], None, own.drafter, None
-    costs = None if own.costs is None else _read_costs(own.costs)
+    costs = (
+        None if own.costs is None else _read_costs(own.costs, None if own.report is None else read_result(own.report))
+    )
     if name is not None and own.report is None and not isinstance(costs, CostTable):
         raise UserError(
             f"--drafter {name} names a drafter of a report or of a table of costs: give it with --report or --costs."

@@ -66,7 +66,8 @@ def describe(estimate: Estimate) -> list[str]:
     active = f", {_count(target.active)} of them multiplied per token" if target.experts else ""
     one = "" if device.name == "cpu" else " on one GPU"
     shared = one if given.gpus == 1 else f" on {gpus}"
-    texts = f"{estimate.samples} conversations of {given.prompt} prompt and {given.answer} answer tokens"
+    unit = "conversations" if recipe.answers.regenerate else "texts"  # of which one conversation may be several
+    texts = f"{estimate.samples} {unit} of {given.prompt} prompt and {given.answer} answer tokens"
     lines = [f"target: {_count(target.parameters)} parameters{active}, {_size(target.weight_bytes)} in memory"]
     if device.rates is None:
         lines.append(

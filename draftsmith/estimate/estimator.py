@@ -42,7 +42,8 @@ _SAMPLED = 200
 @dataclass(frozen=True)
 class Estimator:
     """What plans are made of. samples: conversations at hand; prompts: of the evaluation, by slice. asked: fields of Assumptions that
-    the user gave, or that the data tell. head: its costs, once they are counted."""
+    the user gave, or that the data tell. head: its costs, once they are counted. texts: to learn from of a conversation, which is one for
+    each answer where the chat template renders earlier turns otherwise."""
 
     target: PlannedTarget
     device: Device
@@ -50,6 +51,7 @@ class Estimator:
     prompts: Mapping[str, int]
     asked: Mapping[str, Any]
     head: HeadCost | None = None
+    texts: float = 1.0
 
     @classmethod
     def of(cls, recipe: Recipe, device: Device, asked: Mapping[str, Any]) -> "Estimator":
@@ -77,12 +79,14 @@ class Estimator:
             raise UserError(
                 f"data.heldout is {data.heldout} but there are only {samples} conversations: lower it or add data."
             )
+        texts = 1.0
         if not {"prompt", "answer"} <= asked.keys():
-            asked = lengths_at_hand(recipe, target.shape, conversations) | {**asked}
+            known, texts = lengths_at_hand(recipe, target.shape, conversations)
+            asked = known | {**asked}
         prompts: Mapping[str, int] = UNCOUNTED
         if (sources := _local(recipe, "evaluate.prompts", recipe.evaluate.prompts)) is not None:
             prompts = Counter(conversation.slice for conversation in load_conversations(sources))
-        found = cls(target, device, samples, prompts, asked)
+        found = cls(target, device, samples, prompts, asked, texts=texts)
         estimate = found.estimate(recipe)
         found = replace(found, head=estimate.head)
         if not device.measured:
@@ -103,6 +107,7 @@ class Estimator:
             given = replace(given, answer=min(given.answer, recipe.answers.max_new_tokens))
         samples, most = min(self.samples, recipe.data.limit or self.samples), recipe.evaluate.per_slice
         prompts = {name: min(count, most or count) for name, count in self.prompts.items()}
+        samples = round(samples * self.texts)
         return make_estimate(recipe, self.target.shape, samples, given, prompts, self.head)
 
 
@@ -165,9 +170,9 @@ def _at_hand(recipe: Recipe) -> str:
 
 def lengths_at_hand(
     recipe: Recipe, target: TargetShape, conversations: Sequence[Conversation] | None
-) -> dict[str, int]:
+) -> tuple[dict[str, int], float]:
     """Return the mean tokens of some prompts of all the data, as far as they fit beside an answer, and of the answers, by the names of Assumptions:
-    those in the data where the target does not answer, else those of the run where it has. What is not known is left out."""
+    those in the data where the target does not answer, else those of the run where it has; and the texts to learn from that a conversation is. What is not known is left out."""
     spec, longest, found = recipe.data, _longest(recipe, target), dict[str, int]()
     path = recipe.data_path / "run.json"
     if recipe.answers.regenerate and path.exists():
@@ -177,7 +182,7 @@ def lengths_at_hand(
         if alike and type(count) is type(tokens) is int and count > 0:
             found["answer"] = min(max(1, round(tokens / count)), longest - longest // 4)
     if conversations is None:
-        return found
+        return found, 1.0
     some = conversations[
         :: -(-len(conversations) // _SAMPLED)
     ]  # of every source, which may be read one after the other
@@ -194,7 +199,7 @@ def lengths_at_hand(
                 warn=lambda text: None,
             )
             least = found.get("answer", min(recipe.answers.max_new_tokens // 2, longest // 2))
-            return found | {"prompt": min(round(mean(len(prompt.ids) for prompt in prompts)), longest - least)}
+            return found | {"prompt": min(round(mean(len(prompt.ids) for prompt in prompts)), longest - least)}, 1.0
         samples = tokenize_all(
             tokenizer,
             some,
@@ -205,9 +210,10 @@ def lengths_at_hand(
             warn=lambda text: None,
         ).samples
     except UserError:  # which the run will say; a plan needs the config alone
-        return found
+        return found, 1.0
     answer = max(1, round(mean(int(sample.mask.sum()) for sample in samples)))
-    return {"answer": answer, "prompt": max(1, round(mean(len(sample.ids) for sample in samples)) - answer)}
+    prompt = max(1, round(mean(len(sample.ids) for sample in samples)) - answer)
+    return {"answer": answer, "prompt": prompt}, len(samples) / len(some)
 
 
 def _local(recipe: Recipe, key: str, named: Sequence[str]) -> list[str] | None:

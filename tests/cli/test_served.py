@@ -164,6 +164,15 @@ def test_what_if_prints_what_engines_take(tmp_path: Path, capsys: pytest.Capture
         assert message in capsys.readouterr().err
 
 
+def test_costs_of_another_target_than_the_report_s_predict_nothing(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_result(tmp_path / "result.json", result(0.0, {"overall": 0.6}))
+    for asked in (["what-if"], words):
+        assert main([*asked, "--report", "result.json", "--costs", COSTS]) == 2
+        assert f"--costs {COSTS} holds the costs of another target" in capsys.readouterr().err
+
+
 def test_what_if_takes_the_costs_of_the_report_s_temperature(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

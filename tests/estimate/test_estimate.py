@@ -348,12 +348,29 @@ def test_answers_in_the_data_are_counted(told: Callable[..., str], tmp_path: Pat
     (tmp_path / "talk.jsonl").write_text(f"{json.dumps({'messages': row})}\n" * 3)
     words = ["--data.sources", f"[{tmp_path}/talk.jsonl]", "--data.heldout", "1", "--device", "h100"]
     text = told("--target.path", "embedded", "--answers.regenerate", "false", base=words)
-    found = re.search(r"assumed: 3 conversations of (\d+) prompt and (\d+) answer tokens", text)
+    found = re.search(r"assumed: 3 texts of (\d+) prompt and (\d+) answer tokens", text)
     assert found is not None
     tokenizer = load_tokenizer(str(SHIPPED))
     assert int(found[2]) == len(tokenizer("one two three", add_special_tokens=False)["input_ids"]) + 1
     assert int(found[1]) + int(found[2]) == len(tokenizer.apply_chat_template(row)["input_ids"])
     assert "guessed" not in text
+
+
+def test_each_answer_is_a_text_where_the_template_renders_earlier_turns_otherwise(
+    told: Callable[..., str], tmp_path: Path
+) -> None:
+    """And so are stored and learned."""
+    turns = [{"role": role, "content": f"one two {i}"} for i in range(3) for role in ("user", "assistant")]
+    (tmp_path / "talk.jsonl").write_text(f"{json.dumps({'messages': turns})}\n" * 3)
+    words = ["--data.sources", f"[{tmp_path}/talk.jsonl]", "--data.heldout", "1", "--device", "h100"]
+    words += ["--target.path", "embedded", "--answers.regenerate", "false"]
+    text = "{{ m.content if loop.last or m.role == 'user' else '-' }}"
+    last = "{% if add_generation_prompt %}<assistant>{% endif %}"
+    (tmp_path / "thinks.jinja").write_text(
+        f"{{% for m in messages %}}<{{{{ m.role }}}}>{text}{{{{ eos_token }}}}{{% endfor %}}{last}"
+    )
+    assert "assumed: 3 texts of" in told(base=words)
+    assert "assumed: 9 texts of" in told("--data.chat_template", str(tmp_path / "thinks.jinja"), base=words)
 
 
 def make_pilot(folder: Path, method: str = "eagle3", evaluations: int = 8) -> Path:

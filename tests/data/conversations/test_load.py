@@ -318,10 +318,15 @@ def test_rows_of_the_same_first_question_are_one_chat(answered: bool) -> None:
         row("greeted", hello, ask, ("assistant", "so")),
         row("greeted, asks otherwise", hello, other, ("assistant", "so")),
         row("greeted alone", hello),
+        row("example, asks one", other, hello, ("user", "1?")),
+        row("example, asks two", other, hello, ("user", "2?")),
+        row("asks two, then three", other, hello, ("user", "2?"), ("assistant", "2"), ("user", "3?")),
     ]
     alone = {row.id: row.id for row in rows}
     chats = find_chats(rows, answered=answered)
     if answered:
-        assert chats == alone | {"same prompt": "prompt", "longer": "one answer"}
+        examples = dict.fromkeys(("example, asks two", "asks two, then three"), "example, asks one")
+        assert chats == alone | {"same prompt": "prompt", "longer": "one answer"} | examples
     else:
-        assert chats == alone | dict.fromkeys(("same prompt", "one answer", "another", "longer"), "prompt")
+        begun = dict.fromkeys(("same prompt", "one answer", "another", "longer"), "prompt")
+        assert chats == alone | begun | {"asks two, then three": "example, asks two"}

@@ -120,26 +120,20 @@ def find_chats(conversations: Sequence[Conversation], *, answered: bool) -> dict
     answered: what is learned are the answers in the data, and rows with the same first answer to a user are of one chat; the first one
     begins it. Else the target gives its own to each row's prompt, and a row is of the chat of the shortest prompt that its own begins with:
     examples at the beginning of every prompt make no chat of them."""
-    firsts, chats = dict[str, str](), dict[str, str]()
-    kept = {
-        one.id: one.messages
-        if answered or all(message["role"] == "assistant" for message in one.messages)
-        else one.prompt()
-        for one in conversations
-    }
-    if not answered:
-        for name, messages in kept.items():
-            firsts.setdefault(fingerprint(messages), name)
-    for name, messages in kept.items():
+    marks, firsts = (
+        dict[str, list[str]](),
+        dict[str, str](),
+    )  # of what may begin the chat of a row, the shortest first; the row that is it
+    for one in conversations:
+        alone = all(message["role"] == "assistant" for message in one.messages)
+        messages = one.messages if answered or alone else one.prompt()
         roles = [message["role"] for message in messages]
         asked = roles.index("user") if "user" in roles else 0
-        answers = [place for place, role in enumerate(roles) if role == "assistant" and place > asked]
-        if answered:
-            chats[name] = firsts.setdefault(fingerprint(messages[: answers[0] + 1] if answers else messages), name)
-        else:
-            begins = (firsts.get(fingerprint(messages[:end])) for end in (*answers, len(messages)))
-            chats[name] = next(begin for begin in begins if begin is not None)
-    return chats
+        answers = [place for place, role in enumerate(roles) if role == "assistant" and place >= asked]
+        ends = [answers[0] + 1 if answers else len(messages)] if answered else [*answers, len(messages)]
+        marks[one.id] = [fingerprint(messages[:end]) for end in ends]
+        firsts.setdefault(marks[one.id][-1], one.id)
+    return {name: next(firsts[mark] for mark in own if mark in firsts) for name, own in marks.items()}
 
 
 def _name(row: _Row, places: Mapping[str, str]) -> str:

@@ -224,7 +224,11 @@ def shorter(estimate: Estimate, estimate_of: Callable[[Recipe], Estimate]) -> li
     whole = total_seconds(estimate)
     saved = []
     # Keys of the recipe, each with a value that asks for less: half, the least, or none of it.
-    recipe, samples, prompts = estimate.recipe, estimate.samples // 2, max(estimate.prompts.values())
+    recipe, samples, prompts = (
+        estimate.recipe,
+        int(estimate.samples / estimate.given.texts) // 2,
+        max(estimate.prompts.values()),
+    )
     answers, epochs, spec = recipe.answers, recipe.train.epochs, recipe.evaluate
     changes = [
         (samples > recipe.data.heldout, "data.limit", samples),

@@ -42,8 +42,7 @@ _SAMPLED = 200
 @dataclass(frozen=True)
 class Estimator:
     """What plans are made of. samples: conversations at hand; prompts: of the evaluation, by slice. asked: fields of Assumptions that
-    the user gave, or that the data tell. head: its costs, once they are counted. texts: to learn from of a conversation, which is one for
-    each answer where the chat template renders earlier turns otherwise."""
+    the user gave, or that the data tell. head: its costs, once they are counted."""
 
     target: PlannedTarget
     device: Device
@@ -51,7 +50,6 @@ class Estimator:
     prompts: Mapping[str, int]
     asked: Mapping[str, Any]
     head: HeadCost | None = None
-    texts: float = 1.0
 
     @classmethod
     def of(cls, recipe: Recipe, device: Device, asked: Mapping[str, Any]) -> "Estimator":
@@ -79,14 +77,12 @@ class Estimator:
             raise UserError(
                 f"data.heldout is {data.heldout} but there are only {samples} conversations: lower it or add data."
             )
-        texts = 1.0
         if not {"prompt", "answer"} <= asked.keys():
-            known, texts = lengths_at_hand(recipe, target.shape, conversations)
-            asked = known | {**asked}
+            asked = lengths_at_hand(recipe, target.shape, conversations) | {**asked}
         prompts: Mapping[str, int] = UNCOUNTED
         if (sources := _local(recipe, "evaluate.prompts", recipe.evaluate.prompts)) is not None:
             prompts = Counter(conversation.slice for conversation in load_conversations(sources))
-        found = cls(target, device, samples, prompts, asked, texts=texts)
+        found = cls(target, device, samples, prompts, asked)
         estimate = found.estimate(recipe)
         found = replace(found, head=estimate.head)
         if not device.measured:
@@ -107,8 +103,7 @@ class Estimator:
             given = replace(given, answer=min(given.answer, recipe.answers.max_new_tokens))
         samples, most = min(self.samples, recipe.data.limit or self.samples), recipe.evaluate.per_slice
         prompts = {name: min(count, most or count) for name, count in self.prompts.items()}
-        samples = round(samples * self.texts)
-        return make_estimate(recipe, self.target.shape, samples, given, prompts, self.head)
+        return make_estimate(recipe, self.target.shape, round(samples * given.texts), given, prompts, self.head)
 
 
 def make_estimate(
@@ -170,9 +165,9 @@ def _at_hand(recipe: Recipe) -> str:
 
 def lengths_at_hand(
     recipe: Recipe, target: TargetShape, conversations: Sequence[Conversation] | None
-) -> tuple[dict[str, int], float]:
+) -> dict[str, Any]:
     """Return the mean tokens of some prompts of all the data, as far as they fit beside an answer, and of the answers, by the names of Assumptions:
-    those in the data where the target does not answer, else those of the run where it has; and the texts to learn from that a conversation is. What is not known is left out."""
+    those in the data where the target does not answer, else those of the run where it has, and the texts of a conversation. What is not known is left out."""
     spec, longest, found = recipe.data, _longest(recipe, target), dict[str, int]()
     path = recipe.data_path / "run.json"
     if recipe.answers.regenerate and path.exists():
@@ -182,7 +177,7 @@ def lengths_at_hand(
         if alike and type(count) is type(tokens) is int and count > 0:
             found["answer"] = min(max(1, round(tokens / count)), longest - longest // 4)
     if conversations is None:
-        return found, 1.0
+        return found
     some = conversations[
         :: -(-len(conversations) // _SAMPLED)
     ]  # of every source, which may be read one after the other
@@ -199,7 +194,7 @@ def lengths_at_hand(
                 warn=lambda text: None,
             )
             least = found.get("answer", min(recipe.answers.max_new_tokens // 2, longest // 2))
-            return found | {"prompt": min(round(mean(len(prompt.ids) for prompt in prompts)), longest - least)}, 1.0
+            return found | {"prompt": min(round(mean(len(prompt.ids) for prompt in prompts)), longest - least)}
         samples = tokenize_all(
             tokenizer,
             some,
@@ -210,10 +205,11 @@ def lengths_at_hand(
             warn=lambda text: None,
         ).samples
     except UserError:  # which the run will say; a plan needs the config alone
-        return found, 1.0
+        return found
     answer = max(1, round(mean(int(sample.mask.sum()) for sample in samples)))
     prompt = max(1, round(mean(len(sample.ids) for sample in samples)) - answer)
-    return {"answer": answer, "prompt": prompt}, len(samples) / len(some)
+    # Conversations that are too long are counted as others are.
+    return {"answer": answer, "prompt": prompt, "texts": max(1.0, len(samples) / len(some))}
 
 
 def _local(recipe: Recipe, key: str, named: Sequence[str]) -> list[str] | None:

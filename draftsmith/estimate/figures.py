@@ -96,8 +96,9 @@ def device_here(device: str) -> Device:
 @dataclass(frozen=True)
 class Assumptions:
     """What a plan assumes about hardware and texts. gpus: of answers, hidden states and training; other stages use one. utilisation: share of the peak FLOP/s
-    that training and prefill reach, of a device that was not measured. prompt, answer: mean tokens per conversation. evaluated: of an
-    answer of the evaluation, which may be as long as its own section says."""
+    that training and prefill reach, of a device that was not measured. prompt, answer: mean tokens per text. evaluated: of an
+    answer of the evaluation, which may be as long as its own section says. texts: to learn from of a conversation, one for each answer
+    where the chat template renders earlier turns otherwise."""
 
     device: Device
     gpus: int
@@ -105,6 +106,7 @@ class Assumptions:
     prompt: int
     answer: int
     evaluated: int
+    texts: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,5 @@
 """Checks before a command spends hours of work: mistakes in the recipe, and what does not fit together."""
 
-import json
-from functools import partial
-
 import torch
 
 from draftsmith.data.conversations.left_out import some_of
@@ -32,7 +29,7 @@ from draftsmith.stages.evaluation import conversations_of, prompts_of
 from draftsmith.stages.exporting import check_adapter, export_options
 from draftsmith.stages.session import Session
 from draftsmith.stages.training import initial_head, pick_draft_vocab
-from draftsmith.storage import check_folder
+from draftsmith.storage import check_folder, fingerprint
 from draftsmith.target.shape import shape_of
 from draftsmith.target.target import Target
 from draftsmith.train.parallel import autocast_dtype, check_launch
@@ -94,14 +91,13 @@ def preflight(session: Session, command: str) -> list[SystemUnderTest]:
 
 def _warn_of_learned_prompts(session: Session) -> None:
     """Warn of prompts to measure on that the data to learn from hold, too."""
-    text_of = partial(json.dumps, sort_keys=True, default=str)
     prompts: dict[str, list[str]] = {}  # ids by text
     lengths: set[int] = set()
     for one in conversations_of(session):
         asked = one.prompt()
         lengths.add(len(asked))
-        prompts.setdefault(text_of(asked), []).append(one.id)
-    texts = (text_of(row.messages[:length]) for row in session.conversations for length in lengths)
+        prompts.setdefault(fingerprint(asked), []).append(one.id)
+    texts = (fingerprint(row.messages[:length]) for row in session.conversations for length in lengths)
     if learned := {prompt for text in texts for prompt in prompts.get(text, ())}:
         count = sum(map(len, prompts.values()))
         session.warn(

@@ -14,7 +14,7 @@ from draftsmith.data.conversations.load import find_chats
 from draftsmith.data.features.store import FeatureSource, readable_bytes
 from draftsmith.errors import UserError
 from draftsmith.estimate.counting import HeadCost
-from draftsmith.eval.training.history import read_history, read_stage, tell, untaught
+from draftsmith.eval.training.history import read_history, read_stage, run_of, tell, untaught
 from draftsmith.fields import fingerprint_fields
 from draftsmith.foreign.text import read_object
 from draftsmith.heads.adapter import DraftAdapter, adapt
@@ -101,7 +101,7 @@ def prepare_training(session: Session, samples: Sequence[Tokenized]) -> Start:
 def _warn_of_learned_heldout(session: Session) -> None:
     """Warn where the head that training starts from has learned some of the answers that are held out now."""
     warm, answers = warm_folder(session.recipe), session.upstream("answers")
-    run = warm and next((one for one in warm.resolve().parents[:3] if (one / "run.json").is_file()), None)
+    run = None if warm is None else run_of(warm)
     if run is None or answers is None:
         return
     before, heldout = read_stage(run / "run.json", "train")[0], session.recipe.data.heldout

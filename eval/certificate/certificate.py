@@ -194,7 +194,7 @@ class Judge:
         ]
         if alone := sum(batch["accepted"] + batch["rejected"] for batch in own):
             reasons.append(
-                f"the side that writes alone drafts too ({alone} drafts of it), so it says nothing of the other"
+                f"the side that writes alone drafts too ({alone} drafted tokens), so it says nothing of the other"
             )
         reasons += [
             f"no draft was {what}, so nothing is known of what happens when one is"

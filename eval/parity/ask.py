@@ -123,8 +123,7 @@ class AskedServer(ModelServer):
             reply = self.post("/v1/chat/completions", body | {"return_token_ids": True})
         except ServerError as error:  # as without a chat template
             say(
-                f"warning: {error} So whether chats are rendered as the head learned them is not known: start the server with the target's (--chat-template).",
-                once=True,
+                f"warning: {error} So whether chats are rendered as the head learned them is not known: start the server with the target's (--chat-template)."
             )
             return seen
         usage, ids = reply.get("usage"), reply.get("prompt_token_ids")

@@ -227,11 +227,15 @@ def read_history(run: Path) -> History | None:
     )
 
 
+def run_of(head: Path) -> Path | None:
+    """Return the run directory that the folder of a head or of an export lies in, None where it lies in none."""
+    return next((folder for folder in head.resolve().parents[:3] if (folder / "run.json").is_file()), None)
+
+
 def trained_length(head: Path) -> int | None:
     """Return the tokens of the longest text that the head in a folder of a run, or of an export, learned from; None where neither the
     run nor a passport records it. Raises UserError for a damaged record."""
-    run = next((folder for folder in head.resolve().parents[:3] if (folder / "run.json").is_file()), None)
-    if run is not None:
+    if (run := run_of(head)) is not None:
         return _number(read_stage(run / "run.json", "train")[1], "longest")
     passport = read_passport(head)
     return None if passport is None or passport.trained is None else passport.trained.longest

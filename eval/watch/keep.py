@@ -123,9 +123,8 @@ class Keeper:
             }
         if isinstance(value, list):
             return [self._clean(one, names) for one in value]
-        if isinstance(value, str) or (
-            not names and isinstance(value, int | float)
-        ):  # numbers of calls too, not a schema's bounds
+        # Numbers that a call passes on, too; those of a schema are nobody's.
+        if isinstance(value, str) or (not names and isinstance(value, int | float)):
             if (text := self._redacted(str(value))) is None:
                 raise _KeptOutError
             return value if text == str(value) else text

@@ -370,7 +370,19 @@ def test_each_answer_is_a_text_where_the_template_renders_earlier_turns_otherwis
         f"{{% for m in messages %}}<{{{{ m.role }}}}>{text}{{{{ eos_token }}}}{{% endfor %}}{last}"
     )
     assert "assumed: 3 texts of" in told(base=words)
-    assert "assumed: 9 texts of" in told("--data.chat_template", str(tmp_path / "thinks.jinja"), base=words)
+    words += ["--data.chat_template", str(tmp_path / "thinks.jinja")]
+    assert "assumed: 9 texts of" in told(base=words)
+
+
+def test_conversations_that_are_too_long_are_counted(told: Callable[..., str], tmp_path: Path) -> None:
+    """Where fewer of them fit than are held out, too: which do not is known when they are read."""
+    rows = [
+        [{"role": "user", "content": "hi " * n}, {"role": "assistant", "content": "so"}] for n in [1] * 3 + [900] * 7
+    ]
+    (tmp_path / "talk.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    words = ["--data.sources", f"[{tmp_path}/talk.jsonl]", "--data.heldout", "5", "--data.max_length", "400"]
+    words += ["--target.path", "embedded", "--answers.regenerate", "false", "--device", "h100"]
+    assert "assumed: 10 texts of" in told(base=words)
 
 
 def make_pilot(folder: Path, method: str = "eagle3", evaluations: int = 8) -> Path:
